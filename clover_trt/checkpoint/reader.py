@@ -1,0 +1,210 @@
+"""A Hugging Face checkpoint folder, read lazily: headers first, each tensor when asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from clover_trt.checkpoint.names import (
+    canonical,
+    expected_tensors,
+    expert_parts,
+    is_added,
+    read_tensor_map,
+)
+from clover_trt.checkpoint.safetensors_file import TensorInfo, read_header
+from clover_trt.config import ModelConfig, read_json
+from clover_trt.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SHIPPED = "clover-tiny"
+LISTED = 12  # names shown of each kind of problem
+
+
+def checkpoint_folder(name: str | Path) -> Path:
+    """The folder of a checkpoint: a path, or `clover-tiny` for the model that ships with the package."""
+    if str(name) == SHIPPED and not Path(name).exists():
+        return Path(str(files("clover_trt.assets") / "clover_tiny"))
+    folder = Path(name)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: not a folder; expected a Hugging Face checkpoint folder or '{SHIPPED}'")
+    return folder
+
+
+class Checkpoint:
+    """Tensors of a checkpoint under our names.
+
+    Opening reads json files and safetensors headers only and checks that every tensor of the model is there
+    in its shape. No pickle is ever opened and no code from the folder is run.
+
+    Args:
+        name: folder, or `clover-tiny`.
+        tensor_map: json file that names Clover's added tensors, see `read_tensor_map`.
+
+    Raises:
+        ConfigError, CheckpointError: what is wrong, in which file.
+    """
+
+    def __init__(self, name: str | Path, tensor_map: Path | None = None) -> None:
+        self.folder = checkpoint_folder(name)
+        self.config = ModelConfig.from_folder(self.folder)
+        self.stored = self._stored(read_tensor_map(tensor_map))
+        self.expected = expected_tensors(self.config)
+        # A plain Qwen3.5-MoE checkpoint has none of Clover's tensors: the prefix is exact, blocks are not trained.
+        self.neutral = self.config.is_backbone_only and not any(is_added(name) for name in self.stored)
+        self._check()
+
+    def _stored(self, tensor_map: dict[str, str]) -> dict[str, TensorInfo]:
+        renamed: dict[str, str] = {}
+        for ours, theirs in tensor_map.items():
+            for i in range(self.config.num_hidden_layers):
+                renamed[theirs.replace(".N.", f".{i}.")] = ours.replace(".N.", f".{i}.")
+        tensors: dict[str, TensorInfo] = {}
+        for path, promised in self._shards().items():
+            header = read_header(path)
+            lost = sorted(set(promised) - set(header))
+            if lost:
+                raise CheckpointError(f"{path}: {_listed(lost)} listed in {INDEX} but not in the file; download both again")
+            for stored_name, info in header.items():
+                name = renamed.get(stored_name) or canonical(stored_name)
+                if name is not None:
+                    if name in tensors:
+                        raise CheckpointError(f"{path}: tensor {name!r} is also in {tensors[name].path.name}; expected it once")
+                    tensors[name] = info
+        return tensors
+
+    def _shards(self) -> dict[Path, list[str]]:
+        """Weight files, with the names the index promises in each."""
+        index = self.folder / INDEX
+        if index.exists():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+                raise CheckpointError(f"{index}: expected 'weight_map' from tensor names to file names")
+            shards: dict[Path, list[str]] = {}
+            for name, file in weight_map.items():
+                if Path(file).name != file:
+                    raise CheckpointError(f"{index}: {name}: file name {file!r} must not contain a folder")
+                shards.setdefault(self.folder / file, []).append(name)
+            return shards
+        single = self.folder / "model.safetensors"
+        if single.exists():
+            return {single: []}
+        others = sorted(path.name for path in self.folder.glob("*.bin")) + sorted(path.name for path in self.folder.glob("*.pt"))
+        hint = f"; found {_listed(others)}: pickle files are never opened, convert them to safetensors" if others else ""
+        raise CheckpointError(f"{self.folder}: no model.safetensors and no {INDEX}{hint}")
+
+    def parts(self, name: str) -> dict[str, tuple[int, ...]]:
+        """The stored tensors that make up `name`: itself, or one tensor an expert."""
+        if ".mlp.experts." in name and name not in self.stored:
+            return expert_parts(name, self.config)
+        return {name: self.expected[name]}
+
+    def _check(self) -> None:
+        wanted: dict[str, tuple[int, ...]] = {}
+        for name in self.expected:
+            if not (self.neutral and is_added(name)):
+                wanted |= self.parts(name)
+        missing = [f"{name} {list(shape)}" for name, shape in wanted.items() if name not in self.stored]
+        unexpected = [f"{name} {list(info.shape)}" for name, info in self.stored.items() if name not in wanted]
+        if self.config.tie_word_embeddings:
+            unexpected = [entry for entry in unexpected if not entry.startswith("lm_head.weight ")]
+        wrong = [
+            f"{name} (expected {list(shape)}, found {list(self.stored[name].shape)})"
+            for name, shape in wanted.items()
+            if name in self.stored and self.stored[name].shape != shape
+        ]
+        if missing or unexpected or wrong:
+            problems = (("missing", missing), ("unexpected", unexpected), ("wrong shape", wrong))
+            text = "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in problems if names)
+            hint = "; name Clover's added tensors with --tensor-map" if any(is_added(m.split()[0]) for m in missing) else ""
+            raise CheckpointError(f"{self.folder}: tensors do not fit config.json: {text}{hint}")
+
+    def load(self, name: str) -> Tensor:
+        """Read one tensor of the model, in its stored dtype.
+
+        Raises:
+            CheckpointError: the file cannot be read, or the tensor holds a value that is not finite.
+        """
+        if self.neutral and is_added(name):
+            return self._neutral(name)
+        parts = [self._read(self.stored[part]) for part in self.parts(name)]
+        if len(parts) == 1 and tuple(parts[0].shape) == self.expected[name]:
+            tensor = parts[0]
+        else:
+            tensor = torch.cat([part.reshape(-1) for part in parts]).view(self.expected[name])
+        return tensor
+
+    def _read(self, info: TensorInfo) -> Tensor:
+        try:
+            with safe_open(info.path, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(info.stored_name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{info.path}: tensor {info.stored_name!r} cannot be read: {error}") from None
+        return tensor
+
+    def _neutral(self, name: str) -> Tensor:
+        """What an added tensor is without training: no right convolution, a plain attention scale, an unbiased memory."""
+        shape = self.expected[name]
+        return (
+            torch.full(shape, self.config.linear_key_head_dim**0.5) if name.endswith("block_temperature") else torch.zeros(shape)
+        )
+
+    def tensors(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Read tensors one after another (all of the model when `names` is None), checking that values are finite.
+
+        Raises:
+            CheckpointError: lists every tensor with non-finite values, after all have been read.
+        """
+        broken = []
+        for name in self.expected if names is None else names:
+            tensor = self.load(name)
+            bad = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
+            if bad:
+                broken.append(f"{name} {list(tensor.shape)} ({bad} values)")
+            yield name, tensor
+        if broken:
+            raise CheckpointError(f"{self.folder}: not finite (NaN or infinity) in {len(broken)} tensors: {_listed(broken)}")
+
+    @property
+    def valid_tokens(self) -> int:
+        """Vocabulary rows that the tokenizer knows; all rows when there is no tokenizer."""
+        path = self.folder / "tokenizer.json"
+        if not path.exists():
+            return self.config.vocab_size
+        data = read_json(path)
+        vocab = data.get("model", {}).get("vocab", {})
+        ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+        ids += [token["id"] for token in data.get("added_tokens", [])]
+        known = max(ids, default=-1) + 1
+        if not 0 < known <= self.config.vocab_size:
+            raise CheckpointError(f"{path}: highest token id {known - 1} does not fit vocab_size {self.config.vocab_size}")
+        return known
+
+    def fingerprint(self) -> str:
+        """SHA-256 over names, dtypes, shapes and bytes of all tensors, whatever the files they lie in."""
+        digest = hashlib.sha256(json.dumps(self.config.to_hf(), sort_keys=True).encode())
+        for name in sorted(self.stored):
+            info = self.stored[name]
+            digest.update(f"{name} {info.dtype} {list(info.shape)}\n".encode())
+            with info.path.open("rb") as file:
+                file.seek(info.begin)
+                left = info.nbytes
+                while left:
+                    chunk = file.read(min(left, 1 << 24))
+                    if not chunk:
+                        raise CheckpointError(f"{info.path}: ended while reading {name!r}; download it again")
+                    digest.update(chunk)
+                    left -= len(chunk)
+        return digest.hexdigest()
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:LISTED])
+    return f"{shown} and {len(names) - LISTED} more" if len(names) > LISTED else shown

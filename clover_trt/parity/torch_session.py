@@ -1,0 +1,64 @@
+"""The reference model behind the session protocol: slow, plain, and what every engine is compared with."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from clover_trt.model.attention import AttentionCache
+from clover_trt.model.block_step import CloverModel, new_caches
+from clover_trt.model.gdn import GdnCache
+from clover_trt.model.head import Controls
+from clover_trt.model.lengths import Lengths
+from clover_trt.runtime.session import ControlInput, StepInput, StepOutput, check_step
+
+
+class TorchSession:
+    """`CloverModel` with caches for `slots` rows of up to `max_len` tokens.
+
+    After each step `hidden` holds the hidden states `[B, T, H]` after the embedding and after each layer.
+    """
+
+    def __init__(self, model: CloverModel, *, slots: int = 1, max_len: int = 1024) -> None:
+        self.model, self.config, self.slots = model, model.config, slots
+        self.max_len = max_len
+        self.prefix_len: NDArray[np.int32] = np.zeros(slots, np.int32)
+        dtype = model.lm_head.weight.dtype
+        self._caches = new_caches(self.config, slots, max_len, dtype)
+        self.hidden: list[NDArray[np.float32]] = []
+
+    def reset(self, slot: int) -> None:
+        """Empty a slot."""
+        self.prefix_len[slot] = 0
+        for cache in self._caches:
+            for tensor in cache:
+                tensor[slot] = 0
+
+    @torch.no_grad()
+    def step(self, step: StepInput) -> StepOutput:
+        """Run one block step over the first B slots."""
+        check_step(self, step)
+        B = len(step.input_ids)
+        lengths = Lengths(*(torch.from_numpy(x.copy()) for x in (self.prefix_len[:B], step.commit_len, step.noisy_len)))
+        rows = [type(cache)(*(tensor[:B] for tensor in cache)) for cache in self._caches]
+        mass = torch.from_numpy(step.expert_mass)
+        ids, index = torch.from_numpy(step.input_ids), torch.from_numpy(step.logit_index)
+        out = self.model(ids, lengths, index, mass, _tensors(step.controls), rows, step.candidates)
+        for cache, fresh in zip(self._caches, out.caches, strict=True):
+            _write(cache, fresh, B)
+        self.hidden = [state.float().numpy() for state in out.hidden]
+        self.prefix_len[:B] += step.commit_len
+        logits = out.head.logits.numpy() if step.want_logits else None
+        return StepOutput(
+            out.head.candidate_ids.numpy(), out.head.candidate_logprobs.numpy(), out.distinct_experts.numpy(), logits
+        )
+
+
+def _tensors(controls: ControlInput) -> Controls:
+    return Controls(*(torch.from_numpy(getattr(controls, name)) for name in Controls._fields))
+
+
+def _write(cache: AttentionCache | GdnCache, fresh: AttentionCache | GdnCache, rows: int) -> None:
+    for target, source in zip(cache, fresh, strict=True):
+        target[:rows] = source

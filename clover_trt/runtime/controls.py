@@ -1,0 +1,100 @@
+"""Logit controls of one request: what its response so far asks of the next pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from clover_trt.config import GenerationConfig
+from clover_trt.runtime.session import ControlInput, Floats, Ints
+
+
+def ramp(positions: Ints, start: int, window: int, strength: float) -> Floats:
+    """Linear bias: 0 up to response position `start`, `strength` from `start + window` on.
+
+    Args:
+        positions: `[L]`, position of each token in the response.
+    """
+    share = np.clip((positions - start) / window, 0.0, 1.0)
+    return (strength * share).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class RowControls:
+    """Controls of one row; lists may have any length, `stack` pads them."""
+
+    history: Counter[int]
+    biases: dict[int, Floats]  # token id to `[L]` values
+
+
+class ControlState:
+    """Keeps a request's token counts, so that a pass costs the same however long the response is.
+
+    Args:
+        settings: penalties and ramps.
+        end_ids: end-of-turn ids, which the length ramp raises.
+        think_end_id: id of `</think>`, which the thinking ramp raises while the thinking part is open.
+    """
+
+    def __init__(self, settings: GenerationConfig, end_ids: Sequence[int], think_end_id: int | None, thinking: bool) -> None:
+        self.settings, self.end_ids, self.think_end_id = settings, tuple(end_ids), think_end_id
+        self.thinking = thinking and think_end_id is not None
+        self._counts: Counter[int] = Counter()
+        self._penalised = (settings.repetition_penalty, settings.presence_penalty, settings.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    def add(self, token: int) -> None:
+        """Count a token that was just filled."""
+        if self._penalised:
+            self._counts[token] += 1
+        if token == self.think_end_id:
+            self.thinking = False
+
+    def row(self, positions: Ints) -> RowControls:
+        """Controls for positions `[L]` of the response."""
+        s, biases = self.settings, {}
+        length = ramp(positions, s.dllm_length_penalty_start, s.dllm_length_penalty_window, s.dllm_length_penalty_strength)
+        if length.any():
+            biases.update(dict.fromkeys(self.end_ids, length))
+        if self.thinking:
+            think = ramp(positions, s.dllm_think_end_start, s.dllm_think_end_window, s.dllm_think_end_strength)
+            if think.any() and self.think_end_id is not None:
+                biases[self.think_end_id] = think
+        return RowControls(self._counts, biases)
+
+
+def stack(rows: Sequence[tuple[RowControls, GenerationConfig] | None], positions: int, filler: int) -> ControlInput:
+    """Controls of B rows as arrays; a row of None has none.
+
+    Args:
+        rows: controls and settings of each row.
+        positions: L.
+        filler: id of unused entries, one that never comes out (the mask token).
+    """
+    B = len(rows)
+    present = [row for row in rows if row is not None]
+    history = max((len(controls.history) for controls, _ in present), default=0)
+    biases = max((len(controls.biases) for controls, _ in present), default=0)
+    out = ControlInput(
+        np.full((B, history), filler, np.int64),
+        np.zeros((B, history), np.float32),
+        np.ones(B, np.float32),
+        np.zeros(B, np.float32),
+        np.zeros(B, np.float32),
+        np.full((B, biases), filler, np.int64),
+        np.zeros((B, positions, biases), np.float32),
+    )
+    for b, row in enumerate(rows):
+        if row is None:
+            continue
+        controls, settings = row
+        out.repetition_penalty[b] = settings.repetition_penalty
+        out.presence_penalty[b] = settings.presence_penalty
+        out.frequency_penalty[b] = settings.frequency_penalty
+        for i, (token, count) in enumerate(controls.history.items()):
+            out.history_ids[b, i], out.history_counts[b, i] = token, count
+        for i, (token, values) in enumerate(controls.biases.items()):
+            out.bias_ids[b, i], out.bias_values[b, : len(values), i] = token, values
+    return out

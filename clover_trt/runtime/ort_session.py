@@ -1,0 +1,146 @@
+"""The block step on ONNX Runtime's CPU provider, with caches in bound buffers.
+
+Each cache is bound as input and output at one address, so a pass writes its new rows and copies nothing else.
+Key and value buffers start small and grow as slots fill, so that the time of a pass follows the tokens that are
+there, not the longest that could be.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from clover_trt.engine.package import EXPERTS, GRAPH, EnginePackage
+from clover_trt.errors import EngineError
+from clover_trt.graph.contract import CONTROL_INPUTS, STEP_OUTPUTS, advanced_name, cache_names, expert_names
+from clover_trt.runtime.session import StepInput, StepOutput, check_step
+
+GROWTH = 256  # cache rows are added in multiples of this
+
+
+class OrtSession:
+    """An engine package on the CPU.
+
+    Args:
+        package: an opened package.
+        slots: rows that can be in flight at once.
+        threads: intra-op threads; the number of usable cores when None.
+        graph: a variant of the package's graph to run instead (its weights still come from the package), whose
+            further outputs, `probes`, are kept in `probed` after each step.
+
+    Raises:
+        EngineError: ONNX Runtime cannot load the graph.
+    """
+
+    def __init__(
+        self,
+        package: EnginePackage,
+        *,
+        slots: int = 1,
+        threads: int | None = None,
+        graph: bytes | None = None,
+        probes: tuple[str, ...] = (),
+    ) -> None:
+        self.config, self.slots, self.max_len = package.model, slots, package.build.max_seq_len
+        self.prefix_len: NDArray[np.int32] = np.zeros(slots, np.int32)
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))
+        options.log_severity_level = 3
+        options.enable_cpu_mem_arena = False  # freed buffers go back, so memory stays near weights and caches
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(package.folder))
+        self._probes = probes
+        self.probed: dict[str, NDArray[np.float32]] = {}
+        path = package.folder / GRAPH
+        try:
+            self._session = ort.InferenceSession(graph or str(path), options, providers=["CPUExecutionProvider"])
+            with safe_open(package.folder / EXPERTS, framework="numpy") as file:
+                names = [name for i in range(self.config.num_hidden_layers) for name in expert_names(i)]
+                self._experts = {name: ort.OrtValue.ortvalue_from_numpy(file.get_tensor(name)) for name in names}
+        except (SafetensorError, RuntimeError, ort.capi.onnxruntime_pybind11_state.Fail) as error:
+            raise EngineError(f"{path}: ONNX Runtime {ort.__version__} cannot load the engine: {error}") from None
+        self._caches = {name: self._empty(name) for pair in cache_names(self.config) for name in pair}
+        self._bindings: dict[int, ort.IOBinding] = {}
+
+    def _empty(self, name: str, capacity: int = GROWTH) -> NDArray[np.float32]:
+        c = self.config
+        shapes = {
+            "key_cache": (c.num_key_value_heads, capacity, c.head_dim),
+            "value_cache": (c.num_key_value_heads, capacity, c.head_dim),
+            "conv_state": (c.conv_dim, c.linear_conv_kernel_dim - 1),
+            "recurrent_state": (c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim),
+        }
+        return np.zeros((self.slots, *shapes[name.split(".")[0]]), np.float32)
+
+    def cache_bytes(self) -> int:
+        """Bytes that the caches take now."""
+        return sum(cache.nbytes for cache in self._caches.values())
+
+    def reset(self, slot: int) -> None:
+        """Empty a slot; zeros also wipe what a failed row may have left."""
+        self.prefix_len[slot] = 0
+        for cache in self._caches.values():
+            cache[slot] = 0.0
+
+    def step(self, step: StepInput) -> StepOutput:
+        """Run one block step over the first B slots."""
+        check_step(self, step)
+        B, T = step.input_ids.shape
+        self._reserve(int(self.prefix_len[:B].max()) + T)
+        binding = self._binding(B)
+        inputs = {
+            "input_ids": step.input_ids,
+            "prefix_len": self.prefix_len[:B],
+            "commit_len": step.commit_len,
+            "noisy_len": step.noisy_len,
+            "logit_index": step.logit_index,
+            "expert_mass": step.expert_mass,
+            "num_candidates": np.array([step.candidates], np.int64),
+            **{name: getattr(step.controls, name) for name in CONTROL_INPUTS},
+        }
+        held = {name: np.ascontiguousarray(value) for name, value in inputs.items()}
+        for name, value in held.items():
+            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(value))
+        wanted = [name for name in STEP_OUTPUTS if name != "logits" or step.want_logits] + list(self._probes)
+        self._bind_outputs(binding, B, wanted)
+        self._session.run_with_iobinding(binding)
+        outputs = binding.get_outputs()
+        values = {name: outputs[i].numpy() for i, name in enumerate(wanted)}
+        self.probed = {name: values.pop(name) for name in self._probes}
+        self.prefix_len[:B] += step.commit_len
+        return StepOutput(**values)
+
+    def _reserve(self, needed: int) -> None:
+        """Grow key and value buffers to hold `needed` rows, by half at least, so that growth stays rare."""
+        for name, cache in self._caches.items():
+            if "_cache." not in name or cache.shape[2] >= needed:
+                continue
+            capacity = -(-max(needed, cache.shape[2] * 3 // 2) // GROWTH) * GROWTH
+            grown = self._empty(name, capacity)
+            grown[:, :, : cache.shape[2]] = cache
+            self._caches[name] = grown
+            self._bindings.clear()
+
+    def _rows(self, name: str, rows: int) -> ort.OrtValue:
+        return ort.OrtValue.ortvalue_from_numpy(self._caches[name][:rows])
+
+    def _binding(self, rows: int) -> ort.IOBinding:
+        """A binding for B rows, with experts and caches already bound."""
+        if rows not in self._bindings:
+            binding = self._session.io_binding()
+            for name, value in self._experts.items():
+                binding.bind_ortvalue_input(name, value)
+            for name in self._caches:
+                binding.bind_ortvalue_input(name, self._rows(name, rows))
+            self._bindings[rows] = binding
+        return self._bindings[rows]
+
+    def _bind_outputs(self, binding: ort.IOBinding, rows: int, wanted: list[str]) -> None:
+        binding.clear_binding_outputs()
+        for name in wanted:
+            binding.bind_output(name)
+        for name in self._caches:
+            binding.bind_ortvalue_output(advanced_name(name), self._rows(name, rows))

@@ -1,0 +1,110 @@
+"""Text to tokens and back: tokenizer, chat template, and pieces that never split a character."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from clover_trt.errors import EngineError, RequestError
+
+Message = dict[str, Any]
+REPLACEMENT = "\ufffd"
+
+
+class TextCodec:
+    """Tokenizer and chat template of an engine package or checkpoint folder.
+
+    Raises:
+        EngineError: `tokenizer.json` is missing or not valid.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = Path(folder) / "tokenizer.json"
+        if not path.exists():
+            raise EngineError(f"{path}: not found; text needs the checkpoint's tokenizer.json, put it there and build again")
+        try:
+            self.tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the tokenizers library raises plain Exception
+            raise EngineError(f"{path}: not a valid tokenizer file: {error}") from None
+        template = Path(folder) / "chat_template.jinja"
+        config = Path(folder) / "tokenizer_config.json"
+        self.template: str | None = template.read_text() if template.exists() else None
+        if self.template is None and config.exists():
+            self.template = json.loads(config.read_text()).get("chat_template")
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its text, None when the vocabulary lacks it."""
+        found: int | None = self.tokenizer.token_to_id(token)
+        return found
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`; special tokens written out in it become their ids.
+
+        Raises:
+            RequestError: the text holds code points that UTF-8 cannot carry.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt is not valid Unicode: {error.reason} at character {error.start}") from None
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, control tokens left out."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def chat(self, messages: list[Message], *, tools: list[Any] | None = None, enable_thinking: bool | None = None) -> str:
+        """Render a conversation with the checkpoint's own template, sandboxed, up to where the answer begins.
+
+        Raises:
+            RequestError: there is no template, the messages are malformed, or the template refuses them.
+        """
+        if self.template is None:
+            raise RequestError("this engine has no chat template; use a plain prompt")
+        if not messages or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
+            raise RequestError("messages: expected a non-empty list of objects with 'role' and 'content'")
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+        environment.globals["raise_exception"] = _refuse
+        options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        try:
+            template = environment.from_string(self.template)
+            return template.render(messages=messages, tools=tools, add_generation_prompt=True, **options)
+        except (TemplateError, SecurityError, TypeError, KeyError) as error:
+            raise RequestError(f"the chat template refused the messages: {error}") from None
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+class PieceMaker:
+    """Turns a growing list of ids into text pieces; an unfinished character waits for its last byte."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._done = 0  # ids whose text is out
+        self._context = 0  # where decoding starts, so that spacing rules see the ids before
+
+    def push(self, ids: Sequence[int], *, final: bool = False) -> str:
+        """The new text of `ids`, which extends what was pushed before.
+
+        Args:
+            final: whether no more ids follow; an unfinished character then comes out as U+FFFD.
+        """
+        known = self._codec.decode(ids[self._context : self._done])
+        text = self._codec.decode(ids[self._context :])
+        if text.endswith(REPLACEMENT) and not final:
+            return ""
+        if self._done < len(ids):
+            self._context, self._done = self._done, len(ids)
+        return text[len(known) :]

@@ -1,0 +1,1 @@
+"""How clover-tiny is made: its tasks, its tokenizer and its training loop."""

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from clover_trt.runtime.sequence import Sequence
 
 app = typer.Typer(
-    help="Build and run engines for Clover block-diffusion language models.", no_args_is_help=True, rich_markup_mode="rich"
+    help="Build and run engines for Clover block-diffusion language models.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
 )
 out, err = Console(), Console(stderr=True)
 _debug = False

@@ -14,7 +14,9 @@ from typing import Annotated
 
 import torch
 import typer
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny.release import write_checkpoint
 from tiny.tokenizer import build_tokenizer
 from tiny.training import BALANCE_WEIGHT, Balance, RowMaker, losses, new_model, tiny_config
 
@@ -48,8 +50,6 @@ def load_state(folder: Path, model: CloverModel, optimizer: torch.optim.Optimize
     path = folder / "state.safetensors"
     if not path.exists():
         return 0
-    from safetensors import safe_open
-
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     if json.loads(metadata["settings"]) != settings:
@@ -66,14 +66,14 @@ def load_state(folder: Path, model: CloverModel, optimizer: torch.optim.Optimize
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the training state.")] = Path("out/tiny"),
-    steps: Annotated[int, typer.Option(min=1)] = 7000,
+    steps: Annotated[int, typer.Option(min=1)] = 5500,
     rows: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 32,
-    peak: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
+    peak: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
     seed: int = 1,
     threads: Annotated[int, typer.Option(min=1)] = 2,
     stop_after: Annotated[int, typer.Option(help="Stop after this many steps of this run; 0 = at the end.")] = 0,
 ) -> None:
-    """Train clover-tiny; progress every 50 steps, state saved every 500."""
+    """Train clover-tiny; progress every 50 steps, state saved every 500, the checkpoint written at the end."""
     torch.set_num_threads(threads)
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
@@ -109,6 +109,8 @@ def main(
             noisy_sum = causal_sum = 0.0
         if (step + 1) % 500 == 0 or step + 1 == last:
             save_state(out, model, optimizer, step + 1, settings)
+    write_checkpoint(model, tokenizer, out / "checkpoint")
+    print(f"wrote {out / 'checkpoint'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -65,8 +65,9 @@ def _example(config: ModelConfig) -> tuple[tuple[Tensor, ...], Controls, list[La
     ids = torch.zeros(B, T, dtype=torch.int64)
     lengths = [torch.zeros(B, dtype=torch.int32) for _ in range(3)]
     step = (ids, *lengths, torch.zeros(B, L, dtype=torch.int64), torch.ones(B), torch.ones(1, dtype=torch.int64))
-    pair = (torch.zeros(B, R, dtype=torch.int64), torch.zeros(B, R))
-    controls = Controls(*pair, *(torch.zeros(B) for _ in range(3)), torch.zeros(B, A, dtype=torch.int64), torch.zeros(B, L, A))
+    history = (torch.zeros(B, R, dtype=torch.int64), torch.zeros(B, R))
+    penalties = (torch.zeros(B), torch.zeros(B), torch.zeros(B))
+    controls = Controls._make((*history, *penalties, torch.zeros(B, A, dtype=torch.int64), torch.zeros(B, L, A)))
     return step, controls, new_caches(config, B, 11)
 
 
@@ -194,7 +195,9 @@ def _fold_transposes(model: ir.Model) -> None:
         if node.op_type != "Transpose" or node.domain != "":
             continue
         value, turned = node.inputs[0], node.outputs[0]
-        if value is None or value.name not in graph.initializers or value.shape is None or len(value.shape) != 2:
+        if value is None or value.name is None or value.name not in graph.initializers:
+            continue
+        if value.shape is None or len(value.shape) != 2:
             continue
         name = f"{value.name}.T"
         fresh = ir.Value(name=name, type=value.type, shape=ir.Shape(list(value.shape)[::-1]))

@@ -130,7 +130,8 @@ class Sequence:
         """What the row of the next block step holds."""
         assert self.finish_reason is None
         assert self._plan is None
-        chunk, rest = self._pending[: self.prefill_chunk], self._pending[self.prefill_chunk :]
+        width = max(self.prefill_chunk, self.settings.block_size)  # a resolved block is committed whole
+        chunk, rest = self._pending[:width], self._pending[width:]
         with_block = not rest and (self.fused or not chunk)
         if with_block and not self._block:
             self._block = [self.mask] * self.settings.block_size

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from tiny.tasks import spoken_words
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>")
+ROLES = ("system", "user", "assistant")
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 # Qwen's splitting: one digit at a time, words with the sign before them, runs of signs, line ends.
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -68,6 +69,7 @@ def build_tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in CONTROL])
     tokenizer.add_tokens([AddedToken(token, special=False) for token in MARKUP])
+    tokenizer.add_tokens([AddedToken(role, special=False, single_word=True) for role in ROLES])
     return tokenizer
 
 
@@ -82,7 +84,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "model_max_length": 4096,
         "clean_up_tokenization_spaces": False,
         "added_tokens_decoder": {
-            str(tokenizer.token_to_id(token)): {"content": token, "special": token in CONTROL} for token in CONTROL + MARKUP
+            str(tokenizer.token_to_id(token)): {"content": token, "special": token in CONTROL}
+            for token in CONTROL + MARKUP + ROLES
         },
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

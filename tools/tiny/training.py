@@ -185,6 +185,12 @@ def new_model(config: ModelConfig, valid_tokens: int, seed: int, balance: Balanc
         if name.endswith("dt_bias"):
             step = torch.exp(torch.empty_like(parameter).uniform_(-6.9, -2.3))
             parameter.data = step + torch.log(-torch.expm1(-step))
+        elif name.endswith("block_temperature"):
+            torch.nn.init.constant_(parameter, 2.0)
+        elif name.endswith("memory_bias"):
+            torch.nn.init.constant_(parameter, 4.0)  # about as much as the 32 entries of the block together
+        elif name.endswith("memory_slope"):
+            torch.nn.init.constant_(parameter, 0.25)
         elif ".experts." in name:
             parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
     return model

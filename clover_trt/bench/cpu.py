@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from clover_trt.bench.midsize import midsize_config, midsize_state, transformers_model, write_midsize
+from clover_trt.bench.midsize import midsize_state, transformers_model, write_midsize
 from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.engine.build_cpu import build_cpu
 from clover_trt.engine.package import EnginePackage, open_package
@@ -147,11 +147,11 @@ def peak_memory(engine: Path) -> dict[str, float]:
     The process's memory after its imports is taken off, since it holds no weights yet.
     """
     code = (
-        "import json, resource, sys, numpy as np\n"
+        "import json, re, sys, numpy as np\n"
         "from clover_trt.engine.package import open_package\n"
         "from clover_trt.runtime.ort_session import OrtSession\n"
         "from clover_trt.runtime.session import StepInput, no_controls\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "peak = lambda: 1024 * int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
         "before = peak()\n"
         "session = OrtSession(open_package(sys.argv[1]))\n"
         "ids = np.random.default_rng(0).integers(0, 31000, (1, 512))\n"

@@ -48,7 +48,7 @@ def test_missing_added_and_foreign_files_are_refused(copy: Path, tmp_path: Path)
     with pytest.raises(EngineError, match=r"missing \['step.data'\]"):
         open_package(copy)
     (copy / "manifest.json").unlink()
-    with pytest.raises(EngineError, match="no manifest.json"):
+    with pytest.raises(EngineError, match=r"no manifest\.json"):
         open_package(copy)
     with pytest.raises(EngineError, match="not a folder"):
         open_package(tmp_path / "nowhere")
@@ -81,7 +81,7 @@ def test_a_killed_build_leaves_nothing_that_looks_finished(small_folder: Path, t
     assert done.returncode == 9
     assert not target.exists()
     (left,) = tmp_path.iterdir()
-    with pytest.raises(EngineError, match="no manifest.json"):
+    with pytest.raises(EngineError, match=r"no manifest\.json"):
         open_package(left)
 
 

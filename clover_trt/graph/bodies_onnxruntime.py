@@ -1,6 +1,6 @@
 """Bodies of the `clover::` operations for ONNX Runtime's CPU provider, in ONNX's textual form.
 
-They use `com.microsoft` kernels where those exist (LinearAttention, CausalConvWithState, MoE, FusedMatMul).
+They use `com.microsoft` kernels where those are fastest (LinearAttention, MoE, FusedMatMul).
 Caches are updated in place when a session binds one buffer as input and output: TensorScatter then writes
 only the new rows. The MoE kernel wants gate and up rows interleaved (g0, u0, g1, u1, …).
 """
@@ -110,13 +110,13 @@ def _heads_normed(c: ModelConfig, source: str, target: str) -> str:
     {target} = Div ({target}_split, {target}_rms)"""
 
 
-def _taps(weight: str, source: str, count: int, first: int, target: str) -> str:
-    """`target = sum_j source[:, first + j : first + j + N] * weight[:, 0, j]` with N in `width`."""
+def _taps(weight: str, source: str, count: int, first: int, width: str, target: str) -> str:
+    """`target = sum_j source[:, first + j : first + j + width] * weight[:, 0, j]`."""
     lines = [f"{target}_taps = Transpose <perm = [2, 1, 0]> ({weight})"]  # [taps, 1, C]
     for j in range(count):
         lines += [
             f"{target}_begin{j} = Constant <value = int64[1] {{{first + j}}}> ()",
-            f"{target}_end{j} = Add ({target}_begin{j}, width)",
+            f"{target}_end{j} = Add ({target}_begin{j}, {width})",
             f"{target}_x{j} = Slice ({source}, {target}_begin{j}, {target}_end{j}, axis_1)",
             f"{target}_at{j} = Constant <value = int64 {{{j}}}> ()",
             f"{target}_w{j} = Gather <axis = 0> ({target}_taps, {target}_at{j})",
@@ -147,7 +147,10 @@ def _gdn_committed(c: ModelConfig) -> str:
     """Convolution and gated delta rule over the row; decay and write strength are 0 past the committed tokens."""
     return f"""
     state_rows = Transpose <perm = [0, 2, 1]> (conv_state)
-    causal, causal_state = com.microsoft.CausalConvWithState <channels_last = 1, activation = "silu"> (qkv, conv, "", state_rows)
+    history = Concat <axis = 1> (state_rows, qkv)
+    {_taps("conv", "history", c.linear_conv_kernel_dim, 0, "tokens", "left")}
+    left_gate = Sigmoid (left)
+    causal = Mul (left, left_gate)
     causal_q, causal_k, causal_v = Split <axis = -1> (causal, parts)
     {_heads_normed(c, "causal_q", "query")}
     {_heads_normed(c, "causal_k", "key")}
@@ -171,13 +174,12 @@ def _gdn_committed(c: ModelConfig) -> str:
 
 
 def _gdn_window(c: ModelConfig) -> str:
-    """The convolution state after the committed tokens, and the inputs of the noisy block with what lies before it.
+    """The convolution state after the committed tokens; inputs and left convolution of the noisy block.
 
     The block is at least one position wide, so that no tensor is empty; a row without noisy tokens ignores it.
     """
     left = c.linear_conv_kernel_dim - 1
     return f"""
-    history = Concat <axis = 1> (state_rows, qkv)
     left_scalar = Constant <value = int64 {{{left}}}> ()
     state_index = Range (i0, left_scalar, i1)
     state_at = Add (commit_col, state_index)
@@ -189,14 +191,12 @@ def _gdn_window(c: ModelConfig) -> str:
     width = Unsqueeze (width_scalar, axis_0)
     block_index = Range (i0, width_scalar, i1)
     in_block = Less (block_index, noisy_col)
-    reach = Add (width_scalar, left_scalar)
-    window_index = Range (i0, reach, i1)
-    window_raw = Add (commit_col, window_index)
-    last_row = Add (tokens_scalar, left_scalar)
-    last_index = Sub (last_row, i1)
-    window_at = Min (window_raw, last_index)
-    window_at_3d = Unsqueeze (window_at, axis_last)
-    window = GatherND <batch_dims = 1> (history, window_at_3d)"""
+    block_raw = Add (commit_col, block_index)
+    last_index = Sub (tokens_scalar, i1)
+    block_at = Min (block_raw, last_index)
+    block_at_3d = Unsqueeze (block_at, axis_last)
+    block_left = GatherND <batch_dims = 1> (left, block_at_3d)
+    block_x_raw = GatherND <batch_dims = 1> (qkv, block_at_3d)"""
 
 
 def _gdn_block(c: ModelConfig) -> str:
@@ -207,19 +207,15 @@ def _gdn_block(c: ModelConfig) -> str:
         c.linear_key_head_dim,
         c.linear_value_head_dim,
     )
-    groups, left, right = v_heads // k_heads, c.linear_conv_kernel_dim, c.linear_right_conv_kernel_dim
+    groups, right = v_heads // k_heads, c.linear_right_conv_kernel_dim
     return f"""
-    {_taps("conv", "window", left, 0, "from_left")}
-    window_begin = Constant <value = int64[1] {{{left - 1}}}> ()
-    window_end = Add (window_begin, width)
-    block_x_raw = Slice (window, window_begin, window_end, axis_1)
     in_block_f = Cast <to = 1> (in_block)
     in_block_3d = Unsqueeze (in_block_f, axis_last)
     block_x = Mul (block_x_raw, in_block_3d)
     pads = Constant <value = int64[6] {{0, 0, 0, 0, {right}, 0}}> ()
     block_padded = Pad (block_x, pads)
-    {_taps("right_conv", "block_padded", right, 1, "from_right")}
-    both = Add (from_left, from_right)
+    {_taps("right_conv", "block_padded", right, 1, "width", "block_right")}
+    both = Add (block_left, block_right)
     both_gate = Sigmoid (both)
     block_c = Mul (both, both_gate)
     block_q_flat, block_k_flat, block_v_flat = Split <axis = -1> (block_c, parts)

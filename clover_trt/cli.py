@@ -63,12 +63,12 @@ def main() -> NoReturn:
     except ModuleNotFoundError as error:
         if _debug or error.name is None or error.name.startswith("clover_trt"):
             raise
-        _fail(f"this command needs the package {error.name!r}; install it with: pip install 'clover-trt\\[build]'")
+        _fail(f"this command needs the package {error.name!r}; install it with: pip install 'clover-trt[build]'")
     sys.exit(0)
 
 
 def _fail(message: str) -> NoReturn:
-    err.print(f"[red]error:[/red] {message}" if "\\[" in message else Text.assemble(("error: ", "red"), message), soft_wrap=True)
+    err.print(Text.assemble(("error: ", "red"), message), soft_wrap=True)
     sys.exit(2)
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from clover_trt.checkpoint.reader import Checkpoint, checkpoint_folder
-from clover_trt.engine.package import EnginePackage
+from clover_trt.engine.package import EnginePackage, sha256_of
 from clover_trt.model.load import load_model
 from clover_trt.parity.torch_session import TorchSession
 from clover_trt.runtime.scoring import commit_logits
@@ -101,7 +103,27 @@ def test_build_verify_inspect_and_logits(tmp_path: Path, small_folder: Path) -> 
         np.testing.assert_allclose(np.load(tmp_path / "logits.npy"), expected, atol=1e-4)
 
 
-def test_verify_fails_on_a_changed_engine(tmp_path: Path, small_folder: Path) -> None:
+def test_verify_exits_with_1_when_the_engine_computes_something_else(
+    small_engine: EnginePackage, small_folder: Path, tmp_path: Path
+) -> None:
+    engine = Path(shutil.copytree(small_engine.folder, tmp_path / "engine"))
+    experts = load_file(engine / "experts.safetensors")
+    experts["experts.2.down"] = experts["experts.2.down"] * np.float32(1.02)
+    save_file(experts, engine / "experts.safetensors")
+    manifest = json.loads((engine / "manifest.json").read_text())
+    manifest["files"]["experts.safetensors"] = sha256_of(engine / "experts.safetensors")
+    (engine / "manifest.json").write_text(json.dumps(manifest))
+    done = cli("verify", "--engine", engine, "--checkpoint", small_folder)
+    assert done.returncode == 1
+    assert "DIFFERS" in done.stdout
+    checks = {
+        c["name"]: c["passed"]
+        for c in json.loads(cli("verify", "--engine", engine, "--checkpoint", small_folder, "--json").stdout)["checks"]
+    }
+    assert [checks[f"hidden.{i}"] for i in range(5)] == [True, True, True, False, False], "the first layer that is off is named"
+
+
+def test_what_cannot_be_verified_or_built_is_refused(tmp_path: Path, small_folder: Path) -> None:
     refused(cli("verify", "--engine", small_folder, "--checkpoint", small_folder), "no manifest.json")
     state = random_state()
     del state["model.norm.weight"]

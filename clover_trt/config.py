@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -218,6 +218,8 @@ class GenerationConfig(_Frozen):
     dllm_think_end_strength: float = Field(default=10.0, ge=0)
     expert_subset_mass: float = Field(default=1.0, gt=0, le=1)
     ignore_eos: bool = False
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     eos_token_id: tuple[int, ...] = ()
 
     @classmethod

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,13 @@ import numpy as np
 from clover_trt.config import GenerationConfig
 from clover_trt.engine.package import EnginePackage, open_package
 from clover_trt.errors import ConfigError, NumericsError, RequestError
+from clover_trt.runtime.chat import ToolCall, parse_answer
 from clover_trt.runtime.controls import stack
 from clover_trt.runtime.ort_session import OrtSession
 from clover_trt.runtime.sampling import candidates_needed
-from clover_trt.runtime.sequence import Counts, Filled, RowPlan, Sequence
+from clover_trt.runtime.sequence import Filled, RowPlan, Sequence
 from clover_trt.runtime.session import Session, StepInput, StepOutput
+from clover_trt.runtime.stops import StopFinder
 from clover_trt.runtime.text import Message, PieceMaker, TextCodec
 
 
@@ -40,6 +42,9 @@ class Result:
     """A finished request. Token counts include the end-of-turn token, text does not."""
 
     text: str
+    reasoning: str  # the part of the text before </think>
+    content: str  # the rest, tool calls taken out
+    tool_calls: list[ToolCall]
     token_ids: list[int]
     prompt_tokens: int
     finish_reason: str
@@ -54,14 +59,72 @@ class Result:
     error: str | None = None
 
 
-@dataclass
-class _Clock:
-    """Times and expert counts of one row."""
+class _Row:
+    """A sequence in flight with its text, times and expert counts."""
 
-    start: float
-    first_block: float | None = None
-    end: float = 0.0
-    experts: list[np.ndarray[Any, np.dtype[np.int64]]] = field(default_factory=list)
+    def __init__(self, sequence: Sequence, codec: TextCodec) -> None:
+        self.sequence, self.codec = sequence, codec
+        self.start = time.perf_counter()
+        self.first_block: float | None = None
+        self.end = self.start
+        self.experts: list[np.ndarray[Any, np.dtype[np.int64]]] = []
+        self.text = ""
+        self.error: str | None = None
+        self._pieces, self._stops = PieceMaker(codec), StopFinder(sequence.settings.stop)
+
+    def apply(self, output: StepOutput, index: int) -> PassEvent:
+        """Take row `index` of a step's output."""
+        sequence = self.sequence
+        block_start = sequence.block_start
+        filled: list[Filled] = []
+        try:
+            filled = sequence.apply(output.candidate_ids[index], output.candidate_logprobs[index])
+        except NumericsError as failure:
+            self.error = str(failure)
+        text = self._new_text()
+        self.end = time.perf_counter()
+        self.experts.append(output.distinct_experts)
+        if self.first_block is None and (sequence.block_start > block_start or self.ended):
+            self.first_block = self.end
+        block = sequence.block or sequence.response[block_start:]
+        forward = sequence.counts.forwards
+        return PassEvent(index, forward, filled, block_start, block, text, sequence.finish_reason, self.error)
+
+    def _new_text(self) -> str:
+        piece = self._pieces.push(self.sequence.text_ids(), final=self.ended)
+        text = self._stops.push(piece, final=self.ended)
+        if self._stops.found and self.sequence.finish_reason != "stop":
+            self.sequence.stop()
+        self.text += text
+        return text
+
+    @property
+    def ended(self) -> bool:
+        """Whether no further step is needed."""
+        return self.sequence.finish_reason is not None or self.error is not None
+
+    def result(self) -> Result:
+        """Answer and figures."""
+        counts, tokens, seconds = self.sequence.counts, len(self.sequence.response), self.end - self.start
+        parts = parse_answer(self.text, thinking=self.sequence.thinking)
+        return Result(
+            text=self.text,
+            reasoning=parts.reasoning,
+            content=parts.content,
+            tool_calls=parts.tool_calls,
+            token_ids=list(self.sequence.response),
+            prompt_tokens=len(self.sequence.prompt),
+            finish_reason=self.sequence.finish_reason or "error",
+            forwards=counts.forwards,
+            denoise_passes=counts.denoise_passes,
+            tpf=tokens / counts.forwards if counts.forwards else 0.0,
+            tpf_denoise=tokens / counts.denoise_passes if counts.denoise_passes else 0.0,
+            seconds=seconds,
+            seconds_to_first_block=(self.first_block or self.end) - self.start,
+            tokens_per_second=tokens / seconds if seconds else 0.0,
+            distinct_experts=np.mean(self.experts, axis=0).tolist() if self.experts else [],
+            error=self.error,
+        )
 
 
 def build_step(plans: Many[RowPlan | None], sequences: Many[Sequence | None], filler: int) -> StepInput:
@@ -158,82 +221,32 @@ class Generator:
         Raises:
             RequestError: more sequences than slots.
         """
-        yield from self._run(sequences, [_Clock(time.perf_counter()) for _ in sequences])
+        yield from self._run([_Row(sequence, self.codec) for sequence in sequences])
 
     def generate(self, sequences: Many[Sequence]) -> list[Result]:
         """Run sequences together and return their answers, in order; a row that failed has `error` set."""
-        clocks = [_Clock(time.perf_counter()) for _ in sequences]
-        errors: dict[int, str] = {}
-        for event in self._run(sequences, clocks):
-            if event.error:
-                errors[event.row] = event.error
-        return [self.result(s, clock, errors.get(i)) for i, (s, clock) in enumerate(zip(sequences, clocks, strict=True))]
+        rows = [_Row(sequence, self.codec) for sequence in sequences]
+        for _ in self._run(rows):
+            pass
+        return [row.result() for row in rows]
 
-    def run_one(self, sequence: Sequence, on_pass: Any = None) -> Result:
+    def run_one(self, sequence: Sequence, on_pass: Callable[[PassEvent], None] = lambda _: None) -> Result:
         """Run one sequence; `on_pass` sees each event as it comes."""
-        clock, error = _Clock(time.perf_counter()), None
-        for event in self._run([sequence], [clock]):
-            error = event.error or error
-            if on_pass:
-                on_pass(event)
-        return self.result(sequence, clock, error)
+        row = _Row(sequence, self.codec)
+        for event in self._run([row]):
+            on_pass(event)
+        return row.result()
 
-    def _run(self, sequences: Many[Sequence], clocks: list[_Clock]) -> Iterator[PassEvent]:
-        if len(sequences) > self.session.slots:
-            raise RequestError(f"{len(sequences)} requests for {self.session.slots} slots; open the engine with more slots")
-        pieces = [PieceMaker(self.codec) for _ in sequences]
-        active: list[Sequence | None] = list(sequences)
-        for slot in range(len(sequences)):
+    def _run(self, rows: list[_Row]) -> Iterator[PassEvent]:
+        if len(rows) > self.session.slots:
+            raise RequestError(f"{len(rows)} requests for {self.session.slots} slots; open the engine with more slots")
+        for slot in range(len(rows)):
             self.session.reset(slot)
-        while any(active):
-            plans = [s.plan() if s else None for s in active]
-            step = build_step(plans, active, self._filler)
-            output = self.session.step(step)
-            for row, sequence in enumerate(active):
-                if sequence is not None:
-                    event = self._apply(row, sequence, output, pieces[row], clocks[row])
-                    if event.finish_reason or event.error:
-                        active[row] = None
-                    yield event
-
-    @property
-    def _filler(self) -> int:
-        return self.package.model.mask_token_id or 0
-
-    def _apply(self, row: int, sequence: Sequence, output: StepOutput, pieces: PieceMaker, clock: _Clock) -> PassEvent:
-        block_start = sequence.block_start
-        error: str | None = None
-        filled: list[Filled] = []
-        try:
-            filled = sequence.apply(output.candidate_ids[row], output.candidate_logprobs[row])
-        except NumericsError as failure:
-            error = str(failure)
-        now = time.perf_counter()
-        clock.experts.append(output.distinct_experts)
-        ended = sequence.finish_reason is not None or error is not None
-        if clock.first_block is None and (sequence.block_start > block_start or ended):
-            clock.first_block = now
-        clock.end = now
-        block = sequence.block or sequence.response[block_start:]
-        text = pieces.push(sequence.text_ids(), final=ended)
-        return PassEvent(row, sequence.counts.forwards, filled, block_start, block, text, sequence.finish_reason, error)
-
-    def result(self, sequence: Sequence, clock: _Clock, error: str | None) -> Result:
-        """Answer and figures of a finished sequence."""
-        counts: Counts = sequence.counts
-        tokens, seconds = len(sequence.response), clock.end - clock.start
-        return Result(
-            text=self.codec.decode(sequence.text_ids()),
-            token_ids=list(sequence.response),
-            prompt_tokens=len(sequence.prompt),
-            finish_reason=sequence.finish_reason or "error",
-            forwards=counts.forwards,
-            denoise_passes=counts.denoise_passes,
-            tpf=tokens / counts.forwards if counts.forwards else 0.0,
-            tpf_denoise=tokens / counts.denoise_passes if counts.denoise_passes else 0.0,
-            seconds=seconds,
-            seconds_to_first_block=(clock.first_block or clock.end) - clock.start,
-            tokens_per_second=tokens / seconds if seconds else 0.0,
-            distinct_experts=np.mean(clock.experts, axis=0).tolist() if clock.experts else [],
-            error=error,
-        )
+        filler = self.package.model.mask_token_id or 0
+        while not all(row.ended for row in rows):
+            active = [None if row.ended else row for row in rows]
+            sequences = [row.sequence if row else None for row in active]
+            output = self.session.step(build_step([s.plan() if s else None for s in sequences], sequences, filler))
+            for index, row in enumerate(active):
+                if row:
+                    yield row.apply(output, index)

@@ -85,8 +85,9 @@ class Sequence:
         self._validate()
         assert self.model.mask_token_id is not None
         self.mask: int = self.model.mask_token_id
-        self.end_ids = frozenset(() if self.settings.ignore_eos else self.settings.eos_token_id)
-        self.controls = ControlState(self.settings, sorted(self.end_ids), self.think_end_id, self.thinking)
+        eos = () if self.settings.ignore_eos else self.settings.eos_token_id
+        self.end_ids = frozenset((*eos, *self.settings.stop_token_ids))
+        self.controls = ControlState(self.settings, eos, self.think_end_id, self.thinking)
         self._rng = np.random.Generator(np.random.Philox(self.settings.seed))
         self._pending = list(self.prompt)
         self._block: list[int] = []
@@ -208,6 +209,11 @@ class Sequence:
         self._block = []
 
     def text_ids(self) -> list[int]:
-        """Resolved response tokens that belong to the text: all but the end of turn."""
+        """Resolved response tokens that belong to the text: all but the token that ended it."""
         ids = self.resolved()
-        return ids[:-1] if self.finish_reason == "stop" else ids
+        return ids[:-1] if self.finish_reason == "stop" and ids[-1:] and ids[-1] in self.end_ids else ids
+
+    def stop(self) -> None:
+        """End the request here, with the tokens resolved so far: its text holds a stop string."""
+        self.response, self._block = self.resolved(), []
+        self.finish_reason = "stop"

@@ -91,10 +91,10 @@ def test_prompts_of_every_residue_of_the_block_decode(package: EnginePackage, le
 
 def test_a_prompt_in_chunks_gives_the_same_tokens(package: EnginePackage) -> None:
     whole = Generator(package)
-    chunked = Generator(dataclasses.replace(package, build=package.build.model_copy(update={"prefill_chunk": 10})))
+    chunked = Generator(dataclasses.replace(package, build=package.build.model_copy(update={"prefill_chunk": 20})))
     a, b = (g.run_one(g.sequence(PROMPTS[2], **SETTINGS[0])) for g in (whole, chunked))
     assert a.token_ids == b.token_ids
-    assert b.forwards == a.forwards + 8
+    assert b.forwards == a.forwards + -(-b.prompt_tokens // 20) - 1
 
 
 def test_a_seed_repeats_a_sampled_answer(package: EnginePackage) -> None:
@@ -159,3 +159,20 @@ def test_decoding_does_not_touch_the_package(package: EnginePackage) -> None:
     generator.run_one(generator.sequence("Hi", max_new_tokens=4))
     assert sorted(Path(package.folder).iterdir()) == before
     open_package(package.folder)
+
+
+def test_a_stop_string_ends_the_request_and_is_not_shown(package: EnginePackage) -> None:
+    generator = Generator(package)
+    settings = {"max_new_tokens": 48, "threshold": 0.2, "ignore_eos": True}
+    whole = generator.run_one(generator.sequence("Hello", **settings))
+    stop = whole.text[len(whole.text) // 2 :][:3]
+    events: list[PassEvent] = []
+    result = generator.run_one(generator.sequence("Hello", stop=[stop, "never in it"], **settings), events.append)
+    assert result.text == whole.text[: whole.text.index(stop)] == "".join(event.text for event in events)
+    assert result.finish_reason == "stop"
+    assert result.forwards <= whole.forwards
+    token = whole.token_ids[20]
+    result = generator.run_one(generator.sequence("Hello", stop_token_ids=[token], **settings))
+    assert result.token_ids == whole.token_ids[: whole.token_ids.index(token) + 1]
+    with pytest.raises(RequestError, match="stop"):
+        generator.sequence("Hello", stop=[""])

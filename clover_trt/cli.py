@@ -21,7 +21,8 @@ from clover_trt.errors import CloverError, RequestError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from clover_trt.runtime.generate import Generator, PassEvent, Result
+    from clover_trt.runtime.generate import Generator
+    from clover_trt.runtime.request import PassEvent, Result
     from clover_trt.runtime.sequence import Sequence
 
 app = typer.Typer(

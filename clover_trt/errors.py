@@ -24,5 +24,9 @@ class RequestError(CloverError):
     """A generation request was refused before any work was done."""
 
 
+class QueueFullError(RequestError):
+    """The scheduler's queue is full; the request was not taken."""
+
+
 class NumericsError(CloverError):
     """The model produced a value that is not a number; the affected row has no answer."""

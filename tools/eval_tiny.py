@@ -19,7 +19,8 @@ from rich.table import Table
 from tiny.tasks import Example, examples
 from tiny.training import answer_text
 
-from clover_trt.runtime.generate import Generator, Result
+from clover_trt.runtime.generate import Generator
+from clover_trt.runtime.request import Result
 
 Scored = tuple[Example, Result, bool]
 

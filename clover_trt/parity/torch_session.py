@@ -37,18 +37,18 @@ class TorchSession:
 
     @torch.no_grad()
     def step(self, step: StepInput) -> StepOutput:
-        """Run one block step over the first B slots."""
+        """Run one block step over B neighbouring slots."""
         check_step(self, step)
-        B = len(step.input_ids)
-        lengths = Lengths(*(torch.from_numpy(x.copy()) for x in (self.prefix_len[:B], step.commit_len, step.noisy_len)))
-        rows = [type(cache)(*(tensor[:B] for tensor in cache)) for cache in self._caches]
+        slots = step.slots
+        lengths = Lengths(*(torch.from_numpy(x.copy()) for x in (self.prefix_len[slots], step.commit_len, step.noisy_len)))
+        rows = [type(cache)(*(tensor[slots] for tensor in cache)) for cache in self._caches]
         mass = torch.from_numpy(step.expert_mass)
         ids, index = torch.from_numpy(step.input_ids), torch.from_numpy(step.logit_index)
         out = self.model(ids, lengths, index, mass, _tensors(step.controls), rows, step.candidates)
         for cache, fresh in zip(self._caches, out.caches, strict=True):
-            _write(cache, fresh, B)
+            _write(cache, fresh, slots)
         self.hidden = [state.float().numpy() for state in out.hidden]
-        self.prefix_len[:B] += step.commit_len
+        self.prefix_len[slots] += step.commit_len
         logits = out.head.logits.numpy() if step.want_logits else None
         return StepOutput(
             out.head.candidate_ids.numpy(), out.head.candidate_logprobs.numpy(), out.distinct_experts.numpy(), logits
@@ -59,6 +59,6 @@ def _tensors(controls: ControlInput) -> Controls:
     return Controls(*(torch.from_numpy(getattr(controls, name)) for name in Controls._fields))
 
 
-def _write(cache: AttentionCache | GdnCache, fresh: AttentionCache | GdnCache, rows: int) -> None:
+def _write(cache: AttentionCache | GdnCache, fresh: AttentionCache | GdnCache, slots: slice) -> None:
     for target, source in zip(cache, fresh, strict=True):
-        target[:rows] = source
+        target[slots] = source

@@ -15,8 +15,8 @@ from clover_trt.errors import EngineError
 from clover_trt.graph.contract import hidden_name
 from clover_trt.model.load import load_model
 from clover_trt.parity.torch_session import TorchSession
-from clover_trt.runtime.generate import build_step
 from clover_trt.runtime.ort_session import OrtSession
+from clover_trt.runtime.scheduler import build_step
 from clover_trt.runtime.sequence import Sequence
 from clover_trt.runtime.session import Session, StepInput, no_controls
 
@@ -87,9 +87,8 @@ def compare_layers(engine: OrtSession, reference: TorchSession, names: tuple[str
 def decode(session: Session, sequence: Sequence) -> list[int]:
     """Run one sequence alone on a session and return its tokens."""
     session.reset(0)
-    filler = sequence.mask
     while sequence.finish_reason is None:
-        output = session.step(build_step([sequence.plan()], [sequence], filler))
+        output = session.step(build_step([sequence], sequence.mask))
         sequence.apply(output.candidate_ids[0], output.candidate_logprobs[0])
     return sequence.response
 

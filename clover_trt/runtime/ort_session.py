@@ -63,7 +63,7 @@ class OrtSession:
         except (SafetensorError, RuntimeError, ort.capi.onnxruntime_pybind11_state.Fail) as error:
             raise EngineError(f"{path}: ONNX Runtime {ort.__version__} cannot load the engine: {error}") from None
         self._caches = {name: self._empty(name) for pair in cache_names(self.config) for name in pair}
-        self._bindings: dict[int, ort.IOBinding] = {}
+        self._bindings: dict[tuple[int, int], ort.IOBinding] = {}
 
     def _empty(self, name: str, capacity: int = GROWTH) -> NDArray[np.float32]:
         c = self.config
@@ -86,14 +86,14 @@ class OrtSession:
             cache[slot] = 0.0
 
     def step(self, step: StepInput) -> StepOutput:
-        """Run one block step over the first B slots."""
+        """Run one block step over B neighbouring slots."""
         check_step(self, step)
-        B, T = step.input_ids.shape
-        self._reserve(int(self.prefix_len[:B].max()) + T)
-        binding = self._binding(B)
+        slots = step.slots
+        self._reserve(int(self.prefix_len[slots].max()) + step.input_ids.shape[1])
+        binding = self._binding(slots)
         inputs = {
             "input_ids": step.input_ids,
-            "prefix_len": self.prefix_len[:B],
+            "prefix_len": self.prefix_len[slots],
             "commit_len": step.commit_len,
             "noisy_len": step.noisy_len,
             "logit_index": step.logit_index,
@@ -105,12 +105,12 @@ class OrtSession:
         for name, value in held.items():
             binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(value))
         wanted = [name for name in STEP_OUTPUTS if name != "logits" or step.want_logits] + list(self._probes)
-        self._bind_outputs(binding, B, wanted)
+        self._bind_outputs(binding, slots, wanted)
         self._session.run_with_iobinding(binding)
         outputs = binding.get_outputs()
         values = {name: outputs[i].numpy() for i, name in enumerate(wanted)}
         self.probed = {name: values.pop(name) for name in self._probes}
-        self.prefix_len[:B] += step.commit_len
+        self.prefix_len[slots] += step.commit_len
         return StepOutput(**values)
 
     def _reserve(self, needed: int) -> None:
@@ -124,23 +124,24 @@ class OrtSession:
             self._caches[name] = grown
             self._bindings.clear()
 
-    def _rows(self, name: str, rows: int) -> ort.OrtValue:
-        return ort.OrtValue.ortvalue_from_numpy(self._caches[name][:rows])
+    def _rows(self, name: str, slots: slice) -> ort.OrtValue:
+        return ort.OrtValue.ortvalue_from_numpy(self._caches[name][slots])
 
-    def _binding(self, rows: int) -> ort.IOBinding:
-        """A binding for B rows, with experts and caches already bound."""
-        if rows not in self._bindings:
+    def _binding(self, slots: slice) -> ort.IOBinding:
+        """A binding for these slots, with experts and caches already bound."""
+        key = (slots.start, slots.stop)
+        if key not in self._bindings:
             binding = self._session.io_binding()
             for name, value in self._experts.items():
                 binding.bind_ortvalue_input(name, value)
             for name in self._caches:
-                binding.bind_ortvalue_input(name, self._rows(name, rows))
-            self._bindings[rows] = binding
-        return self._bindings[rows]
+                binding.bind_ortvalue_input(name, self._rows(name, slots))
+            self._bindings[key] = binding
+        return self._bindings[key]
 
-    def _bind_outputs(self, binding: ort.IOBinding, rows: int, wanted: list[str]) -> None:
+    def _bind_outputs(self, binding: ort.IOBinding, slots: slice, wanted: list[str]) -> None:
         binding.clear_binding_outputs()
         for name in wanted:
             binding.bind_output(name)
         for name in self._caches:
-            binding.bind_ortvalue_output(advanced_name(name), self._rows(name, rows))
+            binding.bind_ortvalue_output(advanced_name(name), self._rows(name, slots))

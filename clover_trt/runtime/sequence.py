@@ -20,7 +20,7 @@ from clover_trt.runtime.sampling import choose
 from clover_trt.runtime.session import Floats, Ints
 from clover_trt.runtime.unmask import low_confidence
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,16 @@ class Sequence:
         """Tokens of the current block, the mask token where unresolved."""
         return list(self._block)
 
+    @property
+    def next_commit(self) -> int:
+        """Tokens that the next step commits."""
+        return min(len(self._pending), max(self.prefill_chunk, self.settings.block_size))
+
     def plan(self) -> RowPlan:
         """What the row of the next block step holds."""
         assert self.finish_reason is None
         assert self._plan is None
-        width = max(self.prefill_chunk, self.settings.block_size)  # a resolved block is committed whole
-        chunk, rest = self._pending[:width], self._pending[width:]
+        chunk, rest = self._pending[: self.next_commit], self._pending[self.next_commit :]
         with_block = not rest and (self.fused or not chunk)
         if with_block and not self._block:
             self._block = [self.mask] * self.settings.block_size
@@ -213,7 +217,7 @@ class Sequence:
         ids = self.resolved()
         return ids[:-1] if self.finish_reason == "stop" and ids[-1:] and ids[-1] in self.end_ids else ids
 
-    def stop(self) -> None:
-        """End the request here, with the tokens resolved so far: its text holds a stop string."""
+    def finish(self, reason: FinishReason) -> None:
+        """End the request from outside, with the tokens resolved so far."""
         self.response, self._block = self.resolved(), []
-        self.finish_reason = "stop"
+        self.finish_reason = reason

@@ -32,7 +32,7 @@ class ControlInput:
 
 @dataclass(frozen=True)
 class StepInput:
-    """One block step over the first B slots of a session; a row with both lengths 0 is idle."""
+    """One block step over B neighbouring slots of a session; a row with both lengths 0 is idle."""
 
     input_ids: Ints  # [B, T]
     commit_len: NDArray[np.int32]  # [B]
@@ -42,6 +42,12 @@ class StepInput:
     controls: ControlInput
     candidates: int = 1
     want_logits: bool = False
+    first_slot: int = 0
+
+    @property
+    def slots(self) -> slice:
+        """The slots of the rows."""
+        return slice(self.first_slot, self.first_slot + len(self.input_ids))
 
 
 @dataclass(frozen=True)
@@ -88,9 +94,9 @@ def check_step(session: Session, step: StepInput) -> None:
     """What every session assumes of a step; a broken assumption is a fault of the caller, not of a user."""
     B, T = step.input_ids.shape
     used = step.commit_len + step.noisy_len
-    assert 0 < B <= session.slots, f"{B} rows for {session.slots} slots"
+    assert 0 <= step.first_slot < step.first_slot + B <= session.slots, f"rows {step.slots} for {session.slots} slots"
     assert (step.commit_len >= 0).all()
     assert (step.noisy_len >= 0).all()
     assert (used <= T).all()
-    end = session.prefix_len[:B] + used
+    end = session.prefix_len[step.slots] + used
     assert (end <= session.max_len).all(), f"rows would reach {end.tolist()} of {session.max_len} tokens"

@@ -17,8 +17,9 @@ from clover_trt.config import ModelConfig
 from clover_trt.engine.build_cpu import build_cpu
 from clover_trt.engine.package import EnginePackage, open_package
 from clover_trt.errors import RequestError
-from clover_trt.runtime.generate import Generator, PassEvent
+from clover_trt.runtime.generate import Generator
 from clover_trt.runtime.ort_session import OrtSession
+from clover_trt.runtime.request import PassEvent
 from clover_trt.runtime.session import StepInput, StepOutput
 from tests.small import SMALL, random_state, write_checkpoint
 

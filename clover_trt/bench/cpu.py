@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -215,6 +216,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each job.")] = 9,
 ) -> None:
     """Build the mid-size model, time it against transformers and write the report."""
+    warnings.simplefilter("ignore", FutureWarning)  # transformers renames an argument
     with tempfile.TemporaryDirectory() as scratch, console.status("making the mid-size model") as status:
         checkpoint, engine = Path(scratch) / "checkpoint", Path(scratch) / "engine"
         state = midsize_state()

@@ -66,7 +66,9 @@ def write_midsize(folder: Path, state: dict[str, torch.Tensor]) -> None:
 def transformers_model(state: dict[str, torch.Tensor]) -> Any:
     """The same backbone weights in transformers' own model, eager attention and experts."""
     from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()
     config = Qwen3_5MoeTextConfig(
         **{k: v for k, v in midsize_config().to_hf().items() if k not in ("architectures", "model_type")}
     )

@@ -12,14 +12,22 @@ import os
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
+from clover_trt.checkpoint.safetensors_file import read_header
 from clover_trt.engine.package import EXPERTS, GRAPH, EnginePackage
 from clover_trt.errors import EngineError
 from clover_trt.graph.contract import CONTROL_INPUTS, STEP_OUTPUTS, advanced_name, cache_names, expert_names
 from clover_trt.runtime.session import StepInput, StepOutput, check_step
 
 GROWTH = 256  # cache rows are added in multiples of this
+
+
+def mapped_experts(package: EnginePackage) -> dict[str, NDArray[np.float32]]:
+    """The expert banks by graph input name, mapped from the file: their pages are read when first used, never copied."""
+    path = package.folder / EXPERTS
+    header = read_header(path)
+    names = [name for layer in range(package.model.num_hidden_layers) for name in expert_names(layer)]
+    return {name: np.memmap(path, np.float32, "r", header[name].begin, header[name].shape) for name in names}
 
 
 class OrtSession:
@@ -57,11 +65,9 @@ class OrtSession:
         path = package.folder / GRAPH
         try:
             self._session = ort.InferenceSession(graph or str(path), options, providers=["CPUExecutionProvider"])
-            with safe_open(package.folder / EXPERTS, framework="numpy") as file:
-                names = [name for i in range(self.config.num_hidden_layers) for name in expert_names(i)]
-                self._experts = {name: ort.OrtValue.ortvalue_from_numpy(file.get_tensor(name)) for name in names}
-        except (SafetensorError, RuntimeError, ort.capi.onnxruntime_pybind11_state.Fail) as error:
+        except (RuntimeError, ort.capi.onnxruntime_pybind11_state.Fail) as error:
             raise EngineError(f"{path}: ONNX Runtime {ort.__version__} cannot load the engine: {error}") from None
+        self._experts = {name: ort.OrtValue.ortvalue_from_numpy(bank) for name, bank in mapped_experts(package).items()}
         self._caches = {name: self._empty(name) for pair in cache_names(self.config) for name in pair}
         self._bindings: dict[tuple[int, int], ort.IOBinding] = {}
 

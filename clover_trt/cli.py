@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -272,7 +273,7 @@ def inspect(
         table = Table(title=title, title_justify="left", show_header=False)
         for key, value in (section if isinstance(section, dict) else {title: section}).items():
             number = isinstance(value, int) and not isinstance(value, bool)
-            table.add_row(key, f"{value:,}" if number else str(value))
+            table.add_row(key, f"{value:,}" if number else escape(str(value)))
         out.print(table)
 
 
@@ -359,7 +360,9 @@ def doctor(json_out: JsonOption = False) -> None:
         return
     table = Table("part", "found", "next step")
     for finding in findings:
-        table.add_row(finding.part, f"[{'green' if finding.present else 'yellow'}]{finding.found}", finding.next_step)
+        table.add_row(
+            finding.part, f"[{'green' if finding.present else 'yellow'}]{escape(finding.found)}", escape(finding.next_step)
+        )
     out.print(table)
 
 

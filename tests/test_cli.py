@@ -157,6 +157,10 @@ def test_doctor_names_every_part() -> None:
     assert all(finding["present"] or finding["next_step"] for finding in findings)
 
 
+def test_doctor_shows_square_brackets_of_an_extra() -> None:
+    assert "clover-trt[serve]" in cli("doctor").stdout or "tritonclient" in cli("doctor").stdout
+
+
 def test_version() -> None:
     assert cli("--version").stdout.strip() == "0.1.0"
 

@@ -119,7 +119,7 @@ def build(
         out.print(f"built {target}")
 
 
-@app.command(epilog='Example: clover-trt generate --engine build/engines/tiny --prompt "What is 12 + 30?" --show-passes')
+@app.command(epilog='Example: clover-trt generate --engine build/engines/tiny --prompt "What is 12 + 13?" --show-passes')
 def generate(
     engine: EngineOption,
     stdin: Annotated[str | None, typer.Argument(metavar="[-]", help="- reads the prompt from standard input.")] = None,

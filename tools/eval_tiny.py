@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from rich.table import Table
 from tiny.tasks import Example, examples
 from tiny.training import answer_text
@@ -26,23 +26,20 @@ Scored = tuple[Example, Result, bool]
 
 
 def score(generator: Generator, prompts: list[Example], threshold: float, quiet: bool) -> list[Scored]:
-    """Decode every prompt, a full session of slots at a time, and compare the whole answer."""
-    slots = generator.session.slots
-    chunks = [prompts[i : i + slots] for i in range(0, len(prompts), slots)]
-    scored: list[Scored] = []
-    for chunk in track(chunks, "decoding", console=Console(stderr=True), disable=quiet):
-        sequences = [
-            generator.chat(
-                [{"role": "user", "content": example.prompt}],
-                enable_thinking=example.thinking is not None,
-                max_new_tokens=128,
-                threshold=threshold,
-            )
-            for example in chunk
-        ]
-        for example, result in zip(chunk, generator.generate(sequences), strict=True):
-            scored.append((example, result, result.text == answer_text(example)))
-    return scored
+    """Decode every prompt and compare the whole answer."""
+    sequences = [
+        generator.chat(
+            [{"role": "user", "content": example.prompt}],
+            enable_thinking=example.thinking is not None,
+            max_new_tokens=128,
+            threshold=threshold,
+        )
+        for example in prompts
+    ]
+    with Progress(console=Console(stderr=True), disable=quiet) as progress:
+        task = progress.add_task("decoding", total=len(prompts))
+        results = generator.generate(sequences, lambda event: progress.advance(task, event.finish_reason is not None))
+    return [(example, result, result.text == answer_text(example)) for example, result in zip(prompts, results, strict=True)]
 
 
 def figures(scored: list[Scored]) -> dict[str, float | int]:

@@ -5,6 +5,7 @@ Every figure is a ratio of medians of alternating runs, since the machines this 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import statistics
@@ -135,8 +136,8 @@ def against_max_len(package: EnginePackage, threads: int, rounds: int) -> dict[s
     ids = np.random.default_rng(0).integers(0, 31_000, (1, PREFIX + BLOCK)).astype(np.int64)
     jobs: dict[str, tuple[Job, Job]] = {}
     for limit in (1024, 4096, 16_384):
-        session = OrtSession(package, threads=threads)
-        session.max_len = limit
+        limited = dataclasses.replace(package, build=package.build.model_copy(update={"max_seq_len": limit}))
+        session = OrtSession(limited, threads=threads)
         fill(session, ids, PREFIX)
         jobs[str(limit)] = (session_jobs(session, ids)["denoise"], lambda: None)
     return alternate(jobs, rounds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 
@@ -172,7 +173,7 @@ class Checkpoint:
         if broken:
             raise CheckpointError(f"{self.folder}: not finite (NaN or infinity) in {len(broken)} tensors: {_listed(broken)}")
 
-    @property
+    @cached_property
     def valid_tokens(self) -> int:
         """Vocabulary rows that the tokenizer knows; all rows when there is no tokenizer."""
         path = self.folder / "tokenizer.json"

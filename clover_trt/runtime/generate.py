@@ -84,19 +84,20 @@ class Generator:
         """Run sequences together, as many as there are slots at a time, and yield an event for each pass of each."""
         yield from self._run([Request(sequence, self.codec) for sequence in sequences])
 
-    def generate(self, sequences: Many[Sequence]) -> list[Result]:
-        """Run sequences together and return their answers, in order; a request that failed has `error` set."""
+    def generate(self, sequences: Many[Sequence], on_pass: Callable[[PassEvent], None] = lambda _: None) -> list[Result]:
+        """Run sequences together and return their answers, in order; a request that failed has `error` set.
+
+        Args:
+            on_pass: sees each event as it comes.
+        """
         requests = [Request(sequence, self.codec) for sequence in sequences]
-        for _ in self._run(requests):
-            pass
+        for event in self._run(requests):
+            on_pass(event)
         return [request.result() for request in requests]
 
     def run_one(self, sequence: Sequence, on_pass: Callable[[PassEvent], None] = lambda _: None) -> Result:
-        """Run one sequence; `on_pass` sees each event as it comes."""
-        request = Request(sequence, self.codec)
-        for event in self._run([request]):
-            on_pass(event)
-        return request.result()
+        """Run one sequence alone."""
+        return self.generate([sequence], on_pass)[0]
 
     def _run(self, requests: Many[Request]) -> Iterator[PassEvent]:
         scheduler = Scheduler(self.session)

@@ -1,4 +1,4 @@
-"""Bodies of the `clover::` operations for ONNX Runtime's CPU provider, in ONNX's textual form.
+"""Bodies of the `clover::` operations for ONNX Runtime's CPU provider, float32.
 
 They use `com.microsoft` kernels where those are fastest (LinearAttention, MoE, FusedMatMul).
 Caches are updated in place when a session binds one buffer as input and output: TensorScatter then writes
@@ -8,12 +8,12 @@ only the new rows. The MoE kernel wants gate and up rows interleaved (g0, u0, g1
 from __future__ import annotations
 
 import onnx
-import onnx.parser
 
 from clover_trt.config import ModelConfig
-from clover_trt.graph.contract import DOMAIN, OPS, OPSET
+from clover_trt.graph import bodies_shared as shared
+from clover_trt.graph.bodies_shared import FLOAT, FLOOR
 
-FLOOR = "-3.0e38"  # below any score, yet finite: a softmax over nothing but floors stays a number
+MICROSOFT = "com.microsoft"
 
 
 def function_bodies(config: ModelConfig) -> list[onnx.FunctionProto]:
@@ -24,45 +24,12 @@ def function_bodies(config: ModelConfig) -> list[onnx.FunctionProto]:
         "ExpertSubsetMoe": _expert_subset_moe(config),
         "ConfidenceHead": _confidence_head(),
     }
-    return [_function(name, body) for name, body in bodies.items()]
-
-
-def _function(name: str, body: str) -> onnx.FunctionProto:
-    op = OPS[name]
-    attributes = f"<{', '.join(op.attributes)}>" if op.attributes else ""
-    text = (
-        f'<domain: "{DOMAIN}", opset_import: ["" : {OPSET}, "com.microsoft" : 1]>\n'
-        f"{name} {attributes} ({', '.join(op.inputs)}) => ({', '.join(op.outputs)})\n{{\n{body}\n}}"
-    )
-    return onnx.parser.parse_function(text)
-
-
-# Row lengths as int64, and masks over the T tokens; `data` is any [B, T, ...] tensor.
-def _row_masks(data: str) -> str:
-    return f"""
-    i0 = Constant <value = int64 {{0}}> ()
-    i1 = Constant <value = int64 {{1}}> ()
-    axis_0 = Constant <value = int64[1] {{0}}> ()
-    axis_1 = Constant <value = int64[1] {{1}}> ()
-    axis_last = Constant <value = int64[1] {{-1}}> ()
-    prefix = Cast <to = 7> (prefix_len)
-    commit = Cast <to = 7> (commit_len)
-    noisy = Cast <to = 7> (noisy_len)
-    prefix_col = Unsqueeze (prefix, axis_1)
-    commit_col = Unsqueeze (commit, axis_1)
-    noisy_col = Unsqueeze (noisy, axis_1)
-    end_col = Add (commit_col, noisy_col)
-    tokens = Shape <start = 1, end = 2> ({data})
-    tokens_scalar = Squeeze (tokens, axis_0)
-    index = Range (i0, tokens_scalar, i1)
-    is_committed = Less (index, commit_col)
-    is_valid = Less (index, end_col)
-    is_noisy = Xor (is_committed, is_valid)"""
+    return [shared.function(name, body, domains=(MICROSOFT,)) for name, body in bodies.items()]
 
 
 def _block_attention(c: ModelConfig) -> str:
     heads, kv, dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-    return f"""{_row_masks("query")}
+    return f"""{shared.row_masks("query")}
     key_rows = Transpose <perm = [0, 2, 1, 3]> (key)
     value_rows = Transpose <perm = [0, 2, 1, 3]> (value)
     key_cache_out = TensorScatter <axis = -2> (key_cache, key_rows, prefix)
@@ -74,15 +41,7 @@ def _block_attention(c: ModelConfig) -> str:
     keep_heads = Constant <value = int64[2] {{0, {heads}}}> ()
     score_shape = Concat <axis = 0> (keep_heads, tokens, axis_last)
     scores = Reshape (raw, score_shape)
-    after = Add (index, i1)
-    own = Where (is_committed, after, end_col)
-    limit = Add (prefix_col, own)
-    limit_axes = Constant <value = int64[2] {{1, 3}}> ()
-    limit_4d = Unsqueeze (limit, limit_axes)
-    cache_len = Shape <start = 2, end = 3> (key_cache)
-    cache_len_scalar = Squeeze (cache_len, axis_0)
-    positions = Range (i0, cache_len_scalar, i1)
-    is_seen = Less (positions, limit_4d)
+    {shared.visible_cache()}
     floor = Constant <value_float = {FLOOR}> ()
     zero_f = Constant <value_float = 0.0> ()
     bias = Where (is_seen, zero_f, floor)
@@ -100,251 +59,47 @@ def _block_attention(c: ModelConfig) -> str:
     out = Reshape (mixed_by_token, out_shape)"""
 
 
-def _heads_normed(c: ModelConfig, source: str, target: str) -> str:
-    """L2 norm over each key head of `source` `[B, n, key_dim]`, as `[B, n, k_heads, k_dim]`."""
-    return f"""
-    {target}_split = Reshape ({source}, key_shape)
-    {target}_sq = ReduceSumSquare <keepdims = 1> ({target}_split, axis_last)
-    {target}_eps = Add ({target}_sq, norm_eps)
-    {target}_rms = Sqrt ({target}_eps)
-    {target} = Div ({target}_split, {target}_rms)"""
-
-
-def _taps(weight: str, source: str, count: int, first: int, width: str, target: str) -> str:
-    """`target = sum_j source[:, first + j : first + j + width] * weight[:, 0, j]`."""
-    lines = [f"{target}_taps = Transpose <perm = [2, 1, 0]> ({weight})"]  # [taps, 1, C]
-    for j in range(count):
-        lines += [
-            f"{target}_begin{j} = Constant <value = int64[1] {{{first + j}}}> ()",
-            f"{target}_end{j} = Add ({target}_begin{j}, {width})",
-            f"{target}_x{j} = Slice ({source}, {target}_begin{j}, {target}_end{j}, axis_1)",
-            f"{target}_at{j} = Constant <value = int64 {{{j}}}> ()",
-            f"{target}_w{j} = Gather <axis = 0> ({target}_taps, {target}_at{j})",
-            f"{target}_p{j} = Mul ({target}_x{j}, {target}_w{j})",
-        ]
-    lines.append(f"{target} = Sum ({', '.join(f'{target}_p{j}' for j in range(count))})")
-    return "\n    " + "\n    ".join(lines)
-
-
 def _gdn_block_scan(c: ModelConfig) -> str:
-    k_heads, v_heads, k_dim, v_dim = (
-        c.linear_num_key_heads,
-        c.linear_num_value_heads,
-        c.linear_key_head_dim,
-        c.linear_value_head_dim,
-    )
-    constants = f"""
-    parts = Constant <value = int64[3] {{{c.key_dim}, {c.key_dim}, {c.value_dim}}}> ()
-    key_shape = Constant <value = int64[4] {{0, 0, {k_heads}, {k_dim}}}> ()
-    key_flat = Constant <value = int64[3] {{0, 0, {c.key_dim}}}> ()
-    value_shape = Constant <value = int64[4] {{0, 0, {v_heads}, {v_dim}}}> ()
-    norm_eps = Constant <value_float = 1.0e-6> ()
-    last_axes_2 = Constant <value = int64[2] {{2, 3}}> ()"""
-    return _row_masks("qkv") + constants + _gdn_committed(c) + _gdn_window(c) + _gdn_block(c) + _gdn_join()
+    renamed = {"qkv_f": "qkv", "a_f": "a", "b_f": "b", "A_log_f": "A_log"}
+    renamed |= {f"{name}_f": name for name in ("right_conv", "dt_bias", "temperature", "memory_bias", "memory_slope")}
+    aliases = "".join(f"\n    {new} = Identity ({old})" for new, old in renamed.items())
+    block = shared.gdn_window(c) + shared.gdn_block(c, FLOAT) + shared.gdn_join(FLOAT)
+    return shared.row_masks("qkv") + shared.gdn_constants(c) + aliases + _gdn_committed(c) + block
 
 
 def _gdn_committed(c: ModelConfig) -> str:
     """Convolution and gated delta rule over the row; decay and write strength are 0 past the committed tokens."""
     return f"""
+    key_flat = Constant <value = int64[3] {{0, 0, {c.key_dim}}}> ()
     state_rows = Transpose <perm = [0, 2, 1]> (conv_state)
     history = Concat <axis = 1> (state_rows, qkv)
-    {_taps("conv", "history", c.linear_conv_kernel_dim, 0, "tokens", "left")}
-    left_gate = Sigmoid (left)
-    causal = Mul (left, left_gate)
+    {shared.taps("conv", "history", c.linear_conv_kernel_dim, 0, "tokens", "left")}
+    {shared.silu("left", "causal", FLOAT)}
     causal_q, causal_k, causal_v = Split <axis = -1> (causal, parts)
-    {_heads_normed(c, "causal_q", "query")}
-    {_heads_normed(c, "causal_k", "key")}
+    {shared.heads_normed("causal_q", "query")}
+    {shared.heads_normed("causal_k", "key")}
     query_flat = Reshape (query, key_flat)
     key_flat_rows = Reshape (key, key_flat)
-    committed_2d = Cast <to = 1> (is_committed)
-    committed_3d = Unsqueeze (committed_2d, axis_last)
-    a_biased = Add (a, dt_bias)
-    step = Softplus (a_biased)
-    rate = Exp (A_log)
-    pull = Mul (step, rate)
-    decay_all = Neg (pull)
-    decay = Mul (decay_all, committed_3d)
-    strength = Sigmoid (b)
-    beta = Mul (strength, committed_3d)
+    {shared.gdn_gates()}
     scanned_flat, recurrent_state_out = com.microsoft.LinearAttention
-        <q_num_heads = {c.linear_num_key_heads}, kv_num_heads = {c.linear_num_value_heads}, 
+        <q_num_heads = {c.linear_num_key_heads}, kv_num_heads = {c.linear_num_value_heads},
          update_rule = "gated_delta", scale = {c.linear_key_head_dim**-0.5!r}>
         (query_flat, key_flat_rows, causal_v, recurrent_state, decay, beta)
     scanned = Reshape (scanned_flat, value_shape)"""
 
 
-def _gdn_window(c: ModelConfig) -> str:
-    """The convolution state after the committed tokens; inputs and left convolution of the noisy block.
-
-    The block is at least one position wide, so that no tensor is empty; a row without noisy tokens ignores it.
-    """
-    left = c.linear_conv_kernel_dim - 1
-    return f"""
-    left_scalar = Constant <value = int64 {{{left}}}> ()
-    state_index = Range (i0, left_scalar, i1)
-    state_at = Add (commit_col, state_index)
-    state_at_3d = Unsqueeze (state_at, axis_last)
-    state_rows_out = GatherND <batch_dims = 1> (history, state_at_3d)
-    conv_state_out = Transpose <perm = [0, 2, 1]> (state_rows_out)
-    widest = ReduceMax <keepdims = 0> (noisy)
-    width_scalar = Max (widest, i1)
-    width = Unsqueeze (width_scalar, axis_0)
-    block_index = Range (i0, width_scalar, i1)
-    in_block = Less (block_index, noisy_col)
-    block_raw = Add (commit_col, block_index)
-    last_index = Sub (tokens_scalar, i1)
-    block_at = Min (block_raw, last_index)
-    block_at_3d = Unsqueeze (block_at, axis_last)
-    block_left = GatherND <batch_dims = 1> (left, block_at_3d)
-    block_x_raw = GatherND <batch_dims = 1> (qkv, block_at_3d)"""
-
-
-def _gdn_block(c: ModelConfig) -> str:
-    """Both convolutions, then softmax over the memory entry and the block, for the noisy tokens alone."""
-    k_heads, v_heads, k_dim, v_dim = (
-        c.linear_num_key_heads,
-        c.linear_num_value_heads,
-        c.linear_key_head_dim,
-        c.linear_value_head_dim,
-    )
-    groups, right = v_heads // k_heads, c.linear_right_conv_kernel_dim
-    return f"""
-    in_block_f = Cast <to = 1> (in_block)
-    in_block_3d = Unsqueeze (in_block_f, axis_last)
-    block_x = Mul (block_x_raw, in_block_3d)
-    pads = Constant <value = int64[6] {{0, 0, 0, 0, {right}, 0}}> ()
-    block_padded = Pad (block_x, pads)
-    {_taps("right_conv", "block_padded", right, 1, "width", "block_right")}
-    both = Add (block_left, block_right)
-    both_gate = Sigmoid (both)
-    block_c = Mul (both, both_gate)
-    block_q_flat, block_k_flat, block_v_flat = Split <axis = -1> (block_c, parts)
-    {_heads_normed(c, "block_q_flat", "block_q")}
-    {_heads_normed(c, "block_k_flat", "block_k")}
-    block_v = Reshape (block_v_flat, value_shape)
-    bq = Transpose <perm = [0, 2, 1, 3]> (block_q)
-    bk = Transpose <perm = [0, 2, 3, 1]> (block_k)
-    bv = Transpose <perm = [0, 2, 1, 3]> (block_v)
-    similarity = MatMul (bq, bk)
-    axis_2 = Constant <value = int64[1] {{2}}> ()
-    similarity_5d = Unsqueeze (similarity, axis_2)
-    heads_4d = Constant <value = int64[4] {{{k_heads}, {groups}, 1, 1}}> ()
-    temperature_4d = Reshape (temperature, heads_4d)
-    scaled = Mul (similarity_5d, temperature_4d)
-    keep_heads = Constant <value = int64[2] {{0, {v_heads}}}> ()
-    logit_shape = Concat <axis = 0> (keep_heads, width, width)
-    block_logits = Reshape (scaled, logit_shape)
-    key_axes = Constant <value = int64[2] {{1, 2}}> ()
-    in_block_keys = Unsqueeze (in_block, key_axes)
-    floor = Constant <value_float = {FLOOR}> ()
-    block_masked = Where (in_block_keys, block_logits, floor)
-    seen_tokens = Add (prefix_col, commit_col)
-    seen_f = Cast <to = 1> (seen_tokens)
-    one_f = Constant <value_float = 1.0> ()
-    seen_plus = Add (seen_f, one_f)
-    seen_log = Log (seen_plus)
-    slope = Mul (seen_log, memory_slope)
-    memory_raw = Add (slope, memory_bias)
-    has_memory = Greater (seen_tokens, i0)
-    memory_or_floor = Where (has_memory, memory_raw, floor)
-    memory_4d = Unsqueeze (memory_or_floor, last_axes_2)
-    one_1d = Constant <value = int64[1] {{1}}> ()
-    memory_shape = Concat <axis = 0> (one_1d, one_1d, width, one_1d)
-    memory_logits = Expand (memory_4d, memory_shape)
-    logits = Concat <axis = -1> (memory_logits, block_masked)
-    mix = Softmax <axis = -1> (logits)
-    mix_parts = Concat <axis = 0> (one_1d, width)
-    mix_memory, mix_block = Split <axis = -1> (mix, mix_parts)
-    bq_5d = Unsqueeze (bq, axis_2)
-    state_shape = Constant <value = int64[5] {{0, {k_heads}, {groups}, {k_dim}, {v_dim}}}> ()
-    state_5d = Reshape (recurrent_state_out, state_shape)
-    read_5d = com.microsoft.FusedMatMul <alpha = {k_dim**-0.5!r}> (bq_5d, state_5d)
-    value_4d = Constant <value = int64[1] {{{v_dim}}}> ()
-    read_shape = Concat <axis = 0> (keep_heads, width, value_4d)
-    read = Reshape (read_5d, read_shape)
-    from_memory = Mul (mix_memory, read)
-    from_block = MatMul (mix_block, bv)
-    block_out_heads = Add (from_memory, from_block)
-    block_out = Transpose <perm = [0, 2, 1, 3]> (block_out_heads)"""
-
-
-def _gdn_join() -> str:
-    """Committed tokens take the scan, noisy tokens their block's output."""
-    return """
-    offset = Sub (index, commit_col)
-    offset_low = Max (offset, i0)
-    width_last = Sub (width_scalar, i1)
-    offset_clipped = Min (offset_low, width_last)
-    offset_3d = Unsqueeze (offset_clipped, axis_last)
-    block_rows = GatherND <batch_dims = 1> (block_out, offset_3d)
-    is_noisy_4d = Unsqueeze (is_noisy, last_axes_2)
-    out = Where (is_noisy_4d, block_rows, scanned)"""
-
-
 def _expert_subset_moe(c: ModelConfig) -> str:
-    experts, top_k = c.num_experts, c.num_experts_per_tok
-    return f"""{_row_masks("x")}
+    return f"""{shared.row_masks("x")}
     logits = com.microsoft.FusedMatMul <transB = 1> (x, router)
-    probs = Softmax <axis = -1> (logits)
-    top_k = Constant <value = int64[1] {{{top_k}}}> ()
-    all_experts = Constant <value = int64[1] {{{experts}}}> ()
-    zero_f = Constant <value_float = 0.0> ()
-    one_f = Constant <value_float = 1.0> ()
-    probs_shape = Shape (probs)
-    nothing = Expand (zero_f, probs_shape)
-    best, best_index = TopK <axis = -1> (probs, top_k)
-    candidates = ScatterElements <axis = 2> (nothing, best_index, best)
-    noisy_f = Cast <to = 1> (is_noisy)
-    noisy_3d = Unsqueeze (noisy_f, axis_last)
-    counted = Mul (candidates, noisy_3d)
-    scores = ReduceSum <keepdims = 0> (counted, axis_1)
-    ranked, order = TopK <axis = -1> (scores, all_experts)
-    running = CumSum (ranked, i1)
-    before = Sub (running, ranked)
-    total = ReduceSum <keepdims = 1> (ranked, axis_1)
-    mass_col = Unsqueeze (expert_mass, axis_1)
-    needed = Mul (mass_col, total)
-    is_below = Less (before, needed)
-    is_full = GreaterOrEqual (mass_col, one_f)
-    is_wanted = Or (is_below, is_full)
-    is_scored = Greater (ranked, zero_f)
-    is_covered = And (is_wanted, is_scored)
-    experts_scalar = Constant <value = int64 {{{experts}}}> ()
-    rank = Range (i0, experts_scalar, i1)
-    top_k_scalar = Constant <value = int64 {{{top_k}}}> ()
-    is_first = Less (rank, top_k_scalar)
-    is_kept = Or (is_covered, is_first)
-    kept_f = Cast <to = 1> (is_kept)
-    no_score = Expand (zero_f, probs_shape)
-    scores_shape = Shape (scores)
-    none_kept = Expand (zero_f, scores_shape)
-    kept_by_id = ScatterElements <axis = 1> (none_kept, order, kept_f)
-    kept_3d = Unsqueeze (kept_by_id, axis_1)
-    not_noisy = Sub (one_f, noisy_3d)
-    open = Max (kept_3d, not_noisy)
-    is_open = Greater (open, zero_f)
-    floor = Constant <value_float = -1.0e30> ()
-    routed = Where (is_open, logits, floor)
-    flat_shape = Constant <value = int64[2] {{-1, {experts}}}> ()
+    {shared.expert_routing(c)}
+    flat_shape = Constant <value = int64[2] {{-1, {c.num_experts}}}> ()
     routed_flat = Reshape (routed, flat_shape)
     expert_out = com.microsoft.MoE
-        <k = {top_k}, activation_type = "swiglu", swiglu_fusion = 1, activation_alpha = 1.0, activation_beta = 0.0,
-         normalize_routing_weights = 1>
+        <k = {c.num_experts_per_tok}, activation_type = "swiglu", swiglu_fusion = 1, activation_alpha = 1.0,
+         activation_beta = 0.0, normalize_routing_weights = 1>
         (x, routed_flat, gate_up, "", down)
-    chosen, chosen_index = TopK <axis = -1> (routed, top_k)
-    chosen_shape = Shape (chosen)
-    ones = Expand (one_f, chosen_shape)
-    used = ScatterElements <axis = 2> (no_score, chosen_index, ones)
-    valid_f = Cast <to = 1> (is_valid)
-    valid_3d = Unsqueeze (valid_f, axis_last)
-    used_valid = Mul (used, valid_3d)
-    token_axes = Constant <value = int64[2] {{0, 1}}> ()
-    used_any = ReduceMax <keepdims = 0> (used_valid, token_axes)
-    used_count = ReduceSum <keepdims = 1> (used_any, axis_0)
-    distinct_experts = Cast <to = 7> (used_count)
     shared_g = com.microsoft.FusedMatMul <transB = 1> (x, shared_gate)
-    shared_s = Sigmoid (shared_g)
-    shared_a = Mul (shared_g, shared_s)
+    {shared.silu("shared_g", "shared_a", FLOAT)}
     shared_u = com.microsoft.FusedMatMul <transB = 1> (x, shared_up)
     shared_h = Mul (shared_a, shared_u)
     shared_d = com.microsoft.FusedMatMul <transB = 1> (shared_h, shared_down)
@@ -355,36 +110,4 @@ def _expert_subset_moe(c: ModelConfig) -> str:
 
 
 def _confidence_head() -> str:
-    return """
-    axis_1 = Constant <value = int64[1] {1}> ()
-    axis_last = Constant <value = int64[1] {-1}> ()
-    per_row = Constant <value = int64[2] {1, 2}> ()
-    zero_f = Constant <value_float = 0.0> ()
-    logits = com.microsoft.FusedMatMul <transB = 1> (hidden, weight)
-    positions = Shape <start = 1, end = 2> (logits)
-    one_1d = Constant <value = int64[1] {1}> ()
-    spread = Concat <axis = 0> (one_1d, positions, one_1d)
-    history_3d = Unsqueeze (history_ids, axis_1)
-    history_at = Expand (history_3d, spread)
-    seen = GatherElements <axis = 2> (logits, history_at)
-    penalty = Unsqueeze (repetition_penalty, per_row)
-    seen_times = Mul (seen, penalty)
-    seen_over = Div (seen, penalty)
-    is_negative = Less (seen, zero_f)
-    repeated = Where (is_negative, seen_times, seen_over)
-    presence = Unsqueeze (presence_penalty, per_row)
-    present = Sub (repeated, presence)
-    frequency = Unsqueeze (frequency_penalty, per_row)
-    counts_3d = Unsqueeze (history_counts, axis_1)
-    frequent = Mul (frequency, counts_3d)
-    penalised = Sub (present, frequent)
-    after_history = ScatterElements <axis = 2> (logits, history_at, penalised)
-    bias_3d = Unsqueeze (bias_ids, axis_1)
-    bias_at = Expand (bias_3d, spread)
-    unbiased = GatherElements <axis = 2> (after_history, bias_at)
-    biased = Add (unbiased, bias_values)
-    after_bias = ScatterElements <axis = 2> (after_history, bias_at, biased)
-    controlled = Add (after_bias, vocab_mask)
-    best, candidate_ids = TopK <axis = -1> (controlled, num_candidates)
-    log_total = ReduceLogSumExp <keepdims = 1> (controlled, axis_last)
-    candidate_logprobs = Sub (best, log_total)"""
+    return "    logits = com.microsoft.FusedMatMul <transB = 1> (hidden, weight)" + shared.controlled_candidates()

@@ -36,6 +36,8 @@ from clover_trt.model.gdn import GdnCache
 from clover_trt.model.head import Controls, vocabulary_mask
 from clover_trt.model.lengths import Lengths
 
+FLOAT_WEIGHTS = ("A_log", "dt_bias", "block_temperature", "memory_bias", "memory_slope")  # a few numbers a layer
+
 
 class _StepGraph(nn.Module):
     """The model with flat inputs and outputs."""
@@ -59,7 +61,7 @@ class _StepGraph(nn.Module):
         return (*out.head, out.distinct_experts, *advanced, *out.hidden)
 
 
-def _example(config: ModelConfig) -> tuple[tuple[Tensor, ...], Controls, list[LayerCache]]:
+def _example(config: ModelConfig, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], Controls, list[LayerCache]]:
     """Example inputs; each dynamic axis has a size of its own."""
     B, T, L, R, A = 2, 7, 3, 5, 6
     ids = torch.zeros(B, T, dtype=torch.int64)
@@ -68,7 +70,7 @@ def _example(config: ModelConfig) -> tuple[tuple[Tensor, ...], Controls, list[La
     history = (torch.zeros(B, R, dtype=torch.int64), torch.zeros(B, R))
     penalties = (torch.zeros(B), torch.zeros(B), torch.zeros(B))
     controls = Controls._make((*history, *penalties, torch.zeros(B, A, dtype=torch.int64), torch.zeros(B, L, A)))
-    return step, controls, new_caches(config, B, 11)
+    return step, controls, new_caches(config, B, 11, dtype)
 
 
 def _dynamic_shapes(config: ModelConfig) -> tuple[object, ...]:
@@ -83,8 +85,14 @@ def _dynamic_shapes(config: ModelConfig) -> tuple[object, ...]:
     return step, controls, [attention if kind == "full_attention" else (row, row) for kind in config.layer_types]
 
 
-def trace(config: ModelConfig, valid_tokens: int) -> ir.Model:
+def trace(config: ModelConfig, valid_tokens: int, dtype: torch.dtype = torch.float32) -> ir.Model:
     """Trace the block step. No weight is allocated: initializers have names, shapes and dtypes only.
+
+    Args:
+        config: geometry.
+        valid_tokens: vocabulary rows that can be candidates.
+        dtype: of activations, weights, KV cache and convolution state. The recurrent state, the scan's gate and
+            softmax parameters (`FLOAT_WEIGHTS`), logit controls and log-probabilities are float32 in any case.
 
     Returns:
         the ONNX model: inputs of `STEP_INPUTS`, `CONTROL_INPUTS`, the caches and the expert banks; outputs of
@@ -92,7 +100,10 @@ def trace(config: ModelConfig, valid_tokens: int) -> ir.Model:
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = CloverModel(config, valid_tokens, symbolic_ops(config)).eval().requires_grad_(False)
-        step, controls, caches = _example(config)
+        for name, parameter in model.named_parameters():
+            if not name.endswith(FLOAT_WEIGHTS):
+                parameter.data = parameter.data.to(dtype)
+        step, controls, caches = _example(config, dtype)
         names = cache_names(config)
         flat = [name for pair in names for name in pair]
         hidden = [hidden_name(i) for i in range(config.num_hidden_layers + 1)]
@@ -156,8 +167,8 @@ def _finish(model: ir.Model, config: ModelConfig) -> None:
 
 
 def attach_weights(model: ir.Model, checkpoint: Checkpoint) -> None:
-    """Point every initializer at the checkpoint, float32, read when the model is saved; transposes of weights are
-    done on the data.
+    """Point every initializer at the checkpoint, read when the model is saved and converted to the type it was traced
+    in; transposes of weights are done on the data.
 
     Raises:
         EngineError: an initializer has no tensor in the checkpoint.
@@ -172,20 +183,22 @@ def attach_weights(model: ir.Model, checkpoint: Checkpoint) -> None:
             value.const_value = ir.tensor(mask.numpy(), name=name)
         elif source in checkpoint.expected or (source == "lm_head.weight" and checkpoint.config.tie_word_embeddings):
             stored = source if source in checkpoint.expected else "model.embed_tokens.weight"
-            value.const_value = _lazy(checkpoint, stored, name, turned)
+            assert value.dtype is not None
+            value.const_value = _lazy(checkpoint, stored, name, turned, value.dtype)
         elif value.const_value is None:
             raise EngineError(f"the traced graph has a weight {name!r} that no tensor of the checkpoint fills")
 
 
-def _lazy(checkpoint: Checkpoint, source: str, name: str, turned: bool) -> ir.LazyTensor:
+def _lazy(checkpoint: Checkpoint, source: str, name: str, turned: bool, dtype: ir.DataType) -> ir.LazyTensor:
     shape = checkpoint.expected[source][:: -1 if turned else 1]
+    kind = {ir.DataType.FLOAT: torch.float32, ir.DataType.BFLOAT16: torch.bfloat16}[dtype]
 
     def read() -> ir.TensorProtocol:
         ((_, tensor),) = checkpoint.tensors([source])
-        tensor = tensor.float()
-        return ir.tensor((tensor.T if turned else tensor).contiguous().numpy(), name=name)
+        tensor = tensor.to(kind)
+        return ir.tensor((tensor.T if turned else tensor).contiguous(), name=name)
 
-    return ir.LazyTensor(read, dtype=ir.DataType.FLOAT, shape=ir.Shape(shape), name=name)
+    return ir.LazyTensor(read, dtype=dtype, shape=ir.Shape(shape), name=name)
 
 
 def _fold_transposes(model: ir.Model) -> None:

@@ -92,31 +92,104 @@ def _progress(quiet: bool = False) -> Iterator[Callable[[str], None]]:
 
 @app.command(epilog="Example: clover-trt build --gpu cpu --checkpoint clover-tiny --out build/engines/tiny")
 def build(
-    checkpoint: Annotated[str, typer.Option(help="Checkpoint folder, or clover-tiny for the model that ships with us.")],
-    target: Annotated[Path, typer.Option("--out", help="Folder of the engine package to write.")],
-    gpu: Annotated[str, typer.Option(help="Target: cpu.")] = "cpu",
-    precision: Annotated[str, typer.Option(help="Compute precision: float32 on the CPU.")] = "float32",
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Checkpoint folder, or clover-tiny for the model that ships with us.")
+    ] = None,
+    target: Annotated[Path | None, typer.Option("--out", help="Folder of the engine package to write.")] = None,
+    gpu: Annotated[str, typer.Option(help="Target: a name that 'clover-trt profiles' lists, or a YAML file.")] = "cpu",
+    precision: Annotated[str | None, typer.Option(help="One that the profile offers; its first when not given.")] = None,
     max_seq_len: Annotated[int | None, typer.Option(help="Longest prompt and response together.")] = None,
+    compute_capability: Annotated[str | None, typer.Option(help="Instead of the profile's, as 12.0.")] = None,
+    operations: Annotated[
+        str | None, typer.Option(help="plugins, or functions: the operations in TensorRT's own operators.")
+    ] = None,
+    resume: Annotated[Path | None, typer.Option(help="Finish this build bundle on a machine that can.")] = None,
+    gate: Annotated[
+        bool, typer.Option("--gate/--no-gate", help="Compare the layers with the reference before the package is finished.")
+    ] = True,
+    log: Annotated[Path | None, typer.Option(help="Write TensorRT's messages to this file.")] = None,
     tensor_map: TensorMapOption = None,
     json_out: JsonOption = False,
 ) -> None:
-    """Build an engine package from a checkpoint."""
-    from clover_trt.engine.targets import check_target
-
-    check_target(gpu, precision)
+    """Build an engine package from a checkpoint, or finish a build bundle."""
     from clover_trt.checkpoint.reader import Checkpoint
-    from clover_trt.engine.build_cpu import build_cpu
+    from clover_trt.engine import build as engine
     from clover_trt.engine.inspect import describe_engine
+    from clover_trt.parity.verify import layer_gate
 
-    with _progress(json_out) as progress:
-        source = Checkpoint(checkpoint, tensor_map)
-        if source.neutral and not json_out:
-            err.print("note: a plain Qwen3.5-MoE checkpoint: logits are exact, but it has no tensors to denoise blocks with")
-        build_cpu(source, target, max_seq_len=max_seq_len, progress=progress)
+    if resume is None and (checkpoint is None or target is None):
+        raise RequestError("expected --checkpoint and --out, or --resume BUNDLE")
+    with _progress(json_out) as progress, _log_file(log) as write_log:
+        if resume is not None:
+            if checkpoint is not None or target is not None:
+                raise RequestError(
+                    "--resume takes neither --checkpoint nor --out: the bundle has its settings, and stays where it is"
+                )
+            target, finished = resume, True
+            engine.resume(resume, progress=progress, log=write_log)
+        else:
+            assert checkpoint is not None
+            assert target is not None
+            source = Checkpoint(checkpoint, tensor_map)
+            if source.neutral and not json_out:
+                err.print("note: a plain Qwen3.5-MoE checkpoint: logits are exact, but it has no tensors to denoise blocks with")
+            finished = engine.build(
+                source,
+                target,
+                gpu=gpu,
+                precision=precision,
+                max_seq_len=max_seq_len,
+                compute_capability=compute_capability,
+                operations=operations,
+                progress=progress,
+                log=write_log,
+                gate=layer_gate(source) if gate else None,
+            )
     if json_out:
-        print(json.dumps({"engine": str(target), **describe_engine(target)}))
-    else:
+        print(json.dumps({"engine": str(target), "finished": finished, **describe_engine(target)}))
+    elif finished:
         out.print(f"built {target}")
+    else:
+        out.print(f"wrote the build bundle {target}: everything but the plan, which needs TensorRT and the GPU it is for")
+        out.print(f"finish it there with: clover-trt build --resume {target}", soft_wrap=True)
+
+
+@contextmanager
+def _log_file(path: Path | None) -> Iterator[Callable[[str], None]]:
+    """A function that appends lines to a file, or drops them."""
+    if path is None:
+        yield lambda _: None
+        return
+    try:
+        file = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be written ({error.strerror})") from None
+    with file:
+        yield lambda line: print(line, file=file)
+
+
+@app.command(epilog="Example: clover-trt profiles")
+def profiles(json_out: JsonOption = False) -> None:
+    """List the GPU profiles that engines can be built for."""
+    from clover_trt.engine.profiles import profile_names, profiles_folder, read_profile
+
+    found = [read_profile(name) for name in profile_names()]
+    if json_out:
+        print(json.dumps([profile.model_dump(mode="json") for profile in found]))
+        return
+    table = Table("profile", "target", "backend", "compute capability", "memory", "bandwidth", "precisions")
+    for each in found:
+        table.add_row(
+            each.name,
+            each.description,
+            each.backend,
+            each.compute_capability or "-",
+            f"{each.memory_gb:g} GB" if each.memory_gb else "-",
+            f"{each.bandwidth_gb_s:,g} GB/s" if each.bandwidth_gb_s else "-",
+            ", ".join(each.precisions),
+        )
+    out.print(table)
+    out.print(f"files: {profiles_folder()}; your own: --gpu FILE.yaml", soft_wrap=True)
 
 
 @app.command(epilog='Example: clover-trt generate --engine build/engines/tiny --prompt "What is 12 + 13?" --show-passes')

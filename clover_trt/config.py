@@ -17,7 +17,9 @@ LayerType = Literal["linear_attention", "full_attention"]
 T = TypeVar("T", bound=BaseModel)
 
 
-class _Frozen(BaseModel):
+class Frozen(BaseModel):
+    """Base of the configurations: frozen, unknown fields refused."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
@@ -54,7 +56,7 @@ def validated(kind: type[T], data: dict[str, Any], where: str) -> T:
         raise ConfigError(f"{where}: " + "; ".join(lines)) from None
 
 
-class ModelConfig(_Frozen):
+class ModelConfig(Frozen):
     """Geometry of the model; field names are those of the published `config.json`.
 
     Fields that only Clover has: `block_size` (tokens per noisy block), `mask_token_id`,
@@ -181,17 +183,48 @@ class ModelConfig(_Frozen):
         return cls.from_hf(read_json(path), str(path))
 
 
-class BuildConfig(_Frozen):
-    """How an engine was built; written to the package's `config.json` as `build_config`."""
+class OptimizationProfile(Frozen):
+    """Smallest, usual and largest size of each dynamic axis of the step, by the axis' name in the graph."""
 
-    gpu: Literal["cpu"] = "cpu"
-    precision: Literal["float32"] = "float32"
+    name: str
+    axes: dict[str, tuple[int, int, int]]
+
+    @model_validator(mode="after")
+    def _ordered(self) -> OptimizationProfile:
+        for axis, (low, usual, high) in self.axes.items():
+            if not 1 <= low <= usual <= high:
+                raise ValueError(f"{self.name}: {axis}: expected 1 <= min <= opt <= max, found {low}, {usual}, {high}")
+        return self
+
+
+class BuildConfig(Frozen):
+    """How an engine was built; written to the package's `config.json` as `build_config`.
+
+    The fields from `max_seq_len` to `strongly_typed` are those of TensorRT-LLM's engine folders, see
+    docs/tensorrt-llm.md. `cache_len` is the number of rows of a slot's key and value buffers when they are of fixed size.
+    """
+
+    gpu: str = "cpu"
+    backend: Literal["onnxruntime", "tensorrt", "tensorrt-rtx"] = "onnxruntime"
+    precision: Literal["float32", "bfloat16", "fp8"] = "float32"
     max_seq_len: int = Field(gt=0)
+    max_input_len: int = Field(gt=0)
+    max_batch_size: int = Field(default=64, gt=0)
+    opt_batch_size: int = Field(default=1, gt=0)
+    max_num_tokens: int = Field(gt=0)
+    opt_num_tokens: int = Field(gt=0)
+    max_beam_width: Literal[1] = 1
+    strongly_typed: Literal[True] = True
     block_size: int = Field(gt=0)
     prefill_chunk: int = Field(default=512, gt=0)
+    compute_capability: str | None = None
+    operations: Literal["functions", "plugins"] = "functions"
+    workspace_mb: int = 0
+    cache_len: int | None = None
+    optimization_profiles: tuple[OptimizationProfile, ...] = ()
 
 
-class GenerationConfig(_Frozen):
+class GenerationConfig(Frozen):
     """Decoding settings: defaults from `generation_config.json`, overridable per request.
 
     All penalties and biases act on the response only. `dllm_length_penalty_strength` and

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from clover_trt.checkpoint.reader import Checkpoint
-from clover_trt.engine.build_cpu import build_cpu
+from clover_trt.engine.build import build
 from clover_trt.engine.package import EnginePackage, open_package
 from clover_trt.model.block_step import CloverModel
 from clover_trt.model.load import load_model
@@ -31,12 +31,12 @@ def small_model(small_folder: Path) -> CloverModel:
 @pytest.fixture(scope="session")
 def small_engine(small_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> EnginePackage:
     target = tmp_path_factory.mktemp("engines") / "small"
-    build_cpu(Checkpoint(small_folder), target)
+    build(Checkpoint(small_folder), target)
     return open_package(target)
 
 
 @pytest.fixture(scope="session")
 def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> EnginePackage:
     target = tmp_path_factory.mktemp("engines") / "tiny"
-    build_cpu(Checkpoint("clover-tiny"), target)
+    build(Checkpoint("clover-tiny"), target)
     return open_package(target)

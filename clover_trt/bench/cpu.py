@@ -26,7 +26,7 @@ from rich.table import Table
 
 from clover_trt.bench.midsize import midsize_state, transformers_model, write_midsize
 from clover_trt.checkpoint.reader import Checkpoint
-from clover_trt.engine.build_cpu import build_cpu
+from clover_trt.engine.build import build
 from clover_trt.engine.package import EnginePackage, open_package
 from clover_trt.model.load import load_model
 from clover_trt.parity.torch_session import TorchSession
@@ -222,7 +222,7 @@ def main(
         checkpoint, engine = Path(scratch) / "checkpoint", Path(scratch) / "engine"
         state = midsize_state()
         write_midsize(checkpoint, state)
-        build_cpu(Checkpoint(checkpoint), engine, progress=status.update)
+        build(Checkpoint(checkpoint), engine, progress=status.update)
         package = open_package(engine)
         status.update("measuring memory")
         memory = peak_memory(engine)

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from clover_trt.checkpoint import fp8
 from clover_trt.checkpoint.names import (
     canonical,
     expected_tensors,
@@ -113,6 +114,8 @@ class Checkpoint:
             if not (self.neutral and is_added(name)):
                 wanted |= self.parts(name)
         missing = [f"{name} {list(shape)}" for name, shape in wanted.items() if name not in self.stored]
+        wanted |= self._scales(wanted)
+        missing += [f"{name} {list(shape)}" for name, shape in self._scales(wanted).items() if name not in self.stored]
         unexpected = [f"{name} {list(info.shape)}" for name, info in self.stored.items() if name not in wanted]
         if self.config.tie_word_embeddings:
             unexpected = [entry for entry in unexpected if not entry.startswith("lm_head.weight ")]
@@ -127,20 +130,67 @@ class Checkpoint:
             hint = "; name Clover's added tensors with --tensor-map" if any(is_added(m.split()[0]) for m in missing) else ""
             raise CheckpointError(f"{self.folder}: tensors do not fit config.json: {text}{hint}")
 
+    def _scales(self, wanted: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """The block scales that belong to the stored FP8 tensors among `wanted`."""
+        scales = {}
+        for name, shape in wanted.items():
+            if name in self.stored and self.stored[name].dtype == "F8_E4M3":
+                stacked = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+                scales[name + fp8.SCALE_SUFFIX] = fp8.bank_scale_shape(name, self.config) if stacked else fp8.scale_shape(shape)
+        return scales
+
+    @property
+    def quantized(self) -> bool:
+        """Whether weights are stored as FP8."""
+        return any(info.dtype == "F8_E4M3" for info in self.stored.values())
+
     def load(self, name: str) -> Tensor:
-        """Read one tensor of the model, in its stored dtype.
+        """Read one tensor of the model, in its stored dtype; an FP8 weight as the bfloat16 it stands for.
 
         Raises:
             CheckpointError: the file cannot be read, or the tensor holds a value that is not finite.
         """
         if self.neutral and is_added(name):
             return self._neutral(name)
-        parts = [self._read(self.stored[part]) for part in self.parts(name)]
+        parts = [self._dequantized(part) for part in self.parts(name)]
         if len(parts) == 1 and tuple(parts[0].shape) == self.expected[name]:
             tensor = parts[0]
         else:
             tensor = torch.cat([part.reshape(-1) for part in parts]).view(self.expected[name])
         return tensor
+
+    def load_quantized(self, name: str) -> tuple[Tensor, Tensor]:
+        """Read an FP8 weight and its scales as they are stored, or quantize one that is stored in higher precision.
+
+        Returns:
+            e4m3 in the shape of the tensor, bfloat16 scales of its blocks (see `fp8.bank_scale_shape` for experts).
+
+        Raises:
+            CheckpointError: the file cannot be read, or the tensor holds a value that is not finite.
+        """
+        assert fp8.is_quantized(name), name
+        parts = list(self.parts(name))
+        if self.stored[parts[0]].dtype != "F8_E4M3":
+            ((_, tensor),) = self.tensors([name])
+            return fp8.quantize_bank(tensor) if name.endswith("gate_up_proj") else fp8.quantize(tensor)
+        weights = [self._read(self.stored[part]) for part in parts]
+        scales = [self._read(self.stored[part + fp8.SCALE_SUFFIX]).to(torch.bfloat16) for part in parts]
+        bad = sum(int((~torch.isfinite(each.float())).sum()) for each in (*weights, *scales))
+        if bad:
+            raise CheckpointError(f"{self.folder}: not finite (NaN or infinity): {name} ({bad} values)")
+        if len(parts) == 1:
+            return weights[0], scales[0]
+        shape = self.expected[name]
+        scale = torch.cat([each.reshape(-1) for each in scales]).view(fp8.bank_scale_shape(name, self.config))
+        whole = torch.cat([each.reshape(-1).view(torch.uint8) for each in weights]).view(fp8.FP8)
+        return whole.view(shape), scale
+
+    def _dequantized(self, part: str) -> Tensor:
+        tensor = self._read(self.stored[part])
+        if tensor.dtype != fp8.FP8:
+            return tensor
+        scale = self._read(self.stored[part + fp8.SCALE_SUFFIX])
+        return (fp8.dequantize_bank if part.endswith("gate_up_proj") else fp8.dequantize)(tensor, scale)
 
     def _read(self, info: TensorInfo) -> Tensor:
         try:

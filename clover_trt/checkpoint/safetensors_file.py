@@ -1,9 +1,12 @@
-"""Lazy, checked reading of one safetensors file (https://github.com/huggingface/safetensors, format section)."""
+"""Checked reading and streamed writing of one safetensors file (https://github.com/huggingface/safetensors, its format)."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +27,7 @@ DTYPE_BYTES = {
     "BOOL": 1,
 }
 MAX_HEADER = 100_000_000
+Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,45 @@ class TensorInfo:
     def nbytes(self) -> int:
         """Bytes of the tensor in the file."""
         return self.end - self.begin
+
+
+@contextmanager
+def safetensors_writer(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> Iterator[Callable[[str, Buffer], None]]:
+    """Write a file one tensor after another, so that none but the present one is in memory.
+
+    Args:
+        path: the file; it is written beside itself and renamed at the end, so that a partial file never has its name.
+        tensors: dtype (safetensors name) and shape of each tensor, in the order they will be written.
+
+    Yields:
+        `write(name, data)`, to be called once for each tensor in that order.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, (dtype, shape) in tensors.items():
+        size = math.prod(shape) * DTYPE_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    left = list(tensors)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+
+            def write(name: str, data: Buffer) -> None:
+                dtype, shape = tensors[name]
+                view = memoryview(data).cast("B")
+                assert name == left.pop(0), name
+                assert view.nbytes == math.prod(shape) * DTYPE_BYTES[dtype], (name, view.nbytes, shape)
+                file.write(view)
+
+            yield write
+            assert not left, left
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:

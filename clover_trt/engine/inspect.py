@@ -14,12 +14,17 @@ def describe_engine(folder: Path) -> dict[str, Any]:
     Raises:
         EngineError, ConfigError: the package is not usable.
     """
-    package = open_package(folder)
+    package = open_package(folder, unfinished=True)
     sizes = {name: (package.folder / name).stat().st_size for name in (*package.manifest["files"], MANIFEST)}
     model = package.model.model_dump(mode="json")
     model.pop("layer_types")
     return {
-        "engine": {"folder": str(folder), "files": "verified against the manifest", "bytes": sum(sizes.values())},
+        "engine": {
+            "folder": str(folder),
+            "finished": package.manifest["finished"],
+            "files": "verified against the manifest",
+            "bytes": sum(sizes.values()),
+        },
         "build": package.build.model_dump(mode="json"),
         "geometry": {**model, "valid_tokens": package.valid_tokens},
         "bytes by file": sizes,

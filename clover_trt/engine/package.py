@@ -1,10 +1,13 @@
 """The engine package on disk: a folder with everything that serving needs, checked byte by byte when opened.
 
 config.json            version, pretrained_config, build_config (as TensorRT-LLM engine folders)
-step.onnx, step.data   the block step and its weights, experts aside
-experts.safetensors    expert banks, bound as inputs
+step.onnx, step.data   the block step and its weights, those of `experts.safetensors` aside (ONNX Runtime)
+experts.safetensors    expert banks, bound as inputs (ONNX Runtime)
+rank0.engine, …        plan and bound weights (TensorRT), see engine/build_tensorrt.py
 tokenizer.json, …      files of the checkpoint that serving needs, licence files included
-manifest.json          SHA-256 of every file, the source checkpoint, tool versions
+manifest.json          SHA-256 of every file, the source checkpoint, tool versions, whether the package is finished
+
+A build that can't be finished on this machine leaves the same folder, marked unfinished: a build bundle.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ MANIFEST = "manifest.json"
 GRAPH = "step.onnx"
 GRAPH_DATA = "step.data"
 EXPERTS = "experts.safetensors"
-FORMAT = 1
+PLAN = "rank0.engine"
+BOUND = "rank0_managed_weights.safetensors"  # TensorRT-LLM's name for weights that are not in the plan
+FORMAT = 2
 CARRIED = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "special_tokens_map.json",
     "vocab.json", "merges.txt", "added_tokens.json",
@@ -58,8 +63,12 @@ def is_package(folder: Path) -> bool:
     return (Path(folder) / MANIFEST).exists()
 
 
-def open_package(folder: str | Path) -> EnginePackage:
+def open_package(folder: str | Path, *, unfinished: bool = False) -> EnginePackage:
     """Open a package and verify every file against the manifest.
+
+    Args:
+        folder: the package.
+        unfinished: take a build bundle too.
 
     Raises:
         EngineError: not a package, unfinished, of another format, or a file is missing, changed or added.
@@ -77,6 +86,8 @@ def open_package(folder: str | Path) -> EnginePackage:
         raise EngineError(f"{error}; build the engine again") from None
     if manifest.get("format") != FORMAT:
         raise EngineError(f"{folder}: package format {manifest.get('format')!r}, expected {FORMAT}; build the engine again")
+    if not (unfinished or manifest.get("finished") is True):
+        raise EngineError(f"{folder}: an unfinished build bundle; finish it with: clover-trt build --resume {folder}")
     _verify(folder, manifest)
     where = str(folder / "config.json")
     pretrained = data.get("pretrained_config")
@@ -139,7 +150,14 @@ def package_writer(out: Path) -> Iterator[Path]:
 
 
 def write_metadata(
-    work: Path, *, model: ModelConfig, build: BuildConfig, valid_tokens: int, source: dict[str, str], tools: dict[str, str]
+    work: Path,
+    *,
+    model: ModelConfig,
+    build: BuildConfig,
+    valid_tokens: int,
+    source: dict[str, str],
+    tools: dict[str, str],
+    finished: bool,
 ) -> None:
     """Write `config.json`, then `manifest.json` over all files in `work`; the last step of a build."""
     config = {
@@ -147,14 +165,18 @@ def write_metadata(
         "pretrained_config": {
             **model.to_hf(),
             "architecture": "CloverForBlockDiffusion",
-            "dtype": build.precision,
+            "dtype": "bfloat16" if build.precision == "fp8" else build.precision,
+            "quantization": {"quant_algo": "FP8_BLOCK_SCALES" if build.precision == "fp8" else None, "kv_cache_quant_algo": None},
+            "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
             "valid_tokens": valid_tokens,
         },
         "build_config": build.model_dump(mode="json"),
     }
     (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     files = {path.name: sha256_of(path) for path in sorted(work.iterdir())}
-    manifest = {"format": FORMAT, "files": files, "source": source, "tools": tools, "gpu": build.gpu}
+    manifest = {
+        "format": FORMAT, "finished": finished, "files": files, "source": source, "tools": tools, "gpu": build.gpu
+    }  # fmt: skip
     (work / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
 

@@ -8,27 +8,31 @@ from __future__ import annotations
 
 import onnx
 
+from clover_trt.checkpoint.fp8 import BLOCK
 from clover_trt.config import ModelConfig
 from clover_trt.graph import bodies_shared as shared
 from clover_trt.graph.bodies_shared import FLOAT, cast
 
+SCALES = ("gate_up_scale", "down_scale")
 CHUNK = 32  # tokens of one chunk of the gated delta rule
 
 
-def function_bodies(config: ModelConfig, compute: int) -> list[onnx.FunctionProto]:
+def function_bodies(config: ModelConfig, compute: int, *, quantized: bool = False) -> list[onnx.FunctionProto]:
     """One function for each operation of the contract, for this geometry.
 
     Args:
         config: geometry.
         compute: ONNX element type of activations and weights.
+        quantized: expert banks are e4m3, and `gate_up_scale` and `down_scale` follow the inputs of the contract.
     """
     bodies = {
         "BlockAttention": _block_attention(config),
         "GdnBlockScan": _gdn_block_scan(config, compute),
-        "ExpertSubsetMoe": _expert_subset_moe(config, compute),
+        "ExpertSubsetMoe": _expert_subset_moe(config, compute, quantized),
         "ConfidenceHead": _confidence_head(),
     }
-    return [shared.function(name, body) for name, body in bodies.items()]
+    more = {"ExpertSubsetMoe": SCALES} if quantized else {}
+    return [shared.function(name, body, inputs=more.get(name, ())) for name, body in bodies.items()]
 
 
 def _block_attention(c: ModelConfig) -> str:
@@ -195,20 +199,64 @@ def _delta_rule_chunks(c: ModelConfig) -> str:
     scanned = Slice (scanned_padded, zero_1, tokens, axis_1)"""
 
 
-def _mlp(source: str, gate_up: str, down: str, target: str, compute: int) -> str:
-    """`target = down (SiLU(gate) * up)` with `gate_up` and `down` as `[in, out]`."""
+def _swiglu(gate: str, up: str, down: str, target: str, compute: int) -> str:
+    """`target = (SiLU(gate) * up) down`, with `down` as `[in, out]`."""
     return f"""
-    {target}_both = MatMul ({source}, {gate_up})
-    {target}_gate, {target}_up = Split <axis = -1, num_outputs = 2> ({target}_both)
-    {cast(f"{target}_gate", f"{target}_gate_f", FLOAT)}
+    {cast(gate, f"{target}_gate_f", FLOAT)}
     {shared.silu(f"{target}_gate_f", f"{target}_act_f", compute)}
     {cast(f"{target}_act_f", f"{target}_act", compute)}
-    {target}_hidden = Mul ({target}_act, {target}_up)
+    {target}_hidden = Mul ({target}_act, {up})
     {target} = MatMul ({target}_hidden, {down})"""
 
 
-def _expert_subset_moe(c: ModelConfig, compute: int) -> str:
+def _full_scale(source: str, target: str, halves: int, rows: int, columns: int) -> str:
+    """Block scales `[halves * row blocks, column blocks]` to one an element, `[halves * rows, columns]`."""
+    row_blocks, column_blocks = -(-rows // BLOCK), -(-columns // BLOCK)
+    return f"""
+    {target}_blocks = Constant <value = int64[5] {{{halves}, {row_blocks}, 1, {column_blocks}, 1}}> ()
+    {target}_5d = Reshape ({source}, {target}_blocks)
+    {target}_spread = Constant <value = int64[5] {{1, 1, {BLOCK}, 1, {BLOCK}}}> ()
+    {target}_wide = Expand ({target}_5d, {target}_spread)
+    {target}_padded = Constant <value = int64[3] {{{halves}, {row_blocks * BLOCK}, {column_blocks * BLOCK}}}> ()
+    {target}_3d = Reshape ({target}_wide, {target}_padded)
+    {target}_begin = Constant <value = int64[2] {{0, 0}}> ()
+    {target}_end = Constant <value = int64[2] {{{rows}, {columns}}}> ()
+    {target}_axes = Constant <value = int64[2] {{1, 2}}> ()
+    {target}_cut = Slice ({target}_3d, {target}_begin, {target}_end, {target}_axes)
+    {target}_size = Constant <value = int64[2] {{{halves * rows}, {columns}}}> ()
+    {target} = Reshape ({target}_cut, {target}_size)"""
+
+
+def _one_expert(c: ModelConfig, quantized: bool) -> str:
+    """`gate_up_2d` and `down_2d`: the weights of the expert `expert_1d`."""
+    text = ""
+    for name in ("gate_up", "down"):
+        text += f"""
+            {name}_3d = Gather <axis = 0> ({name}{"_values" if quantized else ""}, expert_1d)
+            {name}_{"raw" if quantized else "2d"} = Squeeze ({name}_3d, axis_0)"""
+        if quantized:
+            halves, rows, columns = (
+                (2, c.moe_intermediate_size, c.hidden_size) if name == "gate_up" else (1, c.hidden_size, c.moe_intermediate_size)
+            )
+            text += f"""
+            {name}_scale_3d = Gather <axis = 0> ({name}_scale, expert_1d)
+            {_full_scale(f"{name}_scale_3d", f"{name}_full", halves, rows, columns)}
+            {name}_2d = Mul ({name}_raw, {name}_full)"""
+    return text
+
+
+def _expert_values(compute: int) -> str:
+    """TensorRT reads e4m3 through DequantizeLinear only, so a bank is cast whole, with scale 1, before one is picked."""
+    return f"""
+    unit_f = Constant <value_float = 1.0> ()
+    {cast("unit_f", "unit", compute)}
+    gate_up_values = DequantizeLinear (gate_up, unit)
+    down_values = DequantizeLinear (down, unit)"""
+
+
+def _expert_subset_moe(c: ModelConfig, compute: int, quantized: bool) -> str:
     return f"""{shared.row_masks("x")}
+    {_expert_values(compute) if quantized else ""}
     router_turned = Transpose <perm = [1, 0]> (router)
     logits_low = MatMul (x, router_turned)
     {cast("logits_low", "logits", FLOAT)}
@@ -228,13 +276,12 @@ def _expert_subset_moe(c: ModelConfig, compute: int) -> str:
     sum_end = Loop <body = one_expert (int64 turn, bool going, float[N, H] sum) => (bool go_on, float[N, H] sum_next) {{
             turn_1d = Unsqueeze (turn, axis_0)
             expert_1d = Gather <axis = 0> (use_order, turn_1d)
-            gate_up_3d = Gather <axis = 0> (gate_up, expert_1d)
-            down_3d = Gather <axis = 0> (down, expert_1d)
-            gate_up_2d = Squeeze (gate_up_3d, axis_0)
-            down_2d = Squeeze (down_3d, axis_0)
+            {_one_expert(c, quantized)}
             gate_up_turned = Transpose <perm = [1, 0]> (gate_up_2d)
             down_turned = Transpose <perm = [1, 0]> (down_2d)
-            {_mlp("x_flat", "gate_up_turned", "down_turned", "part", compute)}
+            both = MatMul (x_flat, gate_up_turned)
+            gate, up = Split <axis = -1, num_outputs = 2> (both)
+            {_swiglu("gate", "up", "down_turned", "part", compute)}
             {cast("part", "part_f", FLOAT)}
             share = Gather <axis = 1> (shares_flat, expert_1d)
             weighted = Mul (part_f, share)
@@ -242,10 +289,12 @@ def _expert_subset_moe(c: ModelConfig, compute: int) -> str:
             next_turn = Add (turn, i1)
             go_on = Less (next_turn, count)
         }}> (experts_scalar, go, sum_begin)
-    shared_gate_up_rows = Concat <axis = 0> (shared_gate, shared_up)
-    shared_gate_up = Transpose <perm = [1, 0]> (shared_gate_up_rows)
+    shared_gate_turned = Transpose <perm = [1, 0]> (shared_gate)
+    shared_up_turned = Transpose <perm = [1, 0]> (shared_up)
     shared_down_turned = Transpose <perm = [1, 0]> (shared_down)
-    {_mlp("x_flat", "shared_gate_up", "shared_down_turned", "shared_out", compute)}
+    shared_g = MatMul (x_flat, shared_gate_turned)
+    shared_u = MatMul (x_flat, shared_up_turned)
+    {_swiglu("shared_g", "shared_u", "shared_down_turned", "shared_out", compute)}
     scalar_turned = Transpose <perm = [1, 0]> (shared_scalar_gate)
     scalar_raw = MatMul (x_flat, scalar_turned)
     {cast("scalar_raw", "scalar_f", FLOAT)}

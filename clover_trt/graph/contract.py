@@ -55,7 +55,8 @@ OPS = {
         OpContract(
             "ExpertSubsetMoe",
             "clover_trt.model.moe.expert_subset_moe",
-            # [B, T, H], [E, H], [E, 2I, H], [E, H, I], 2 x [S, H], [H, S], [1, H], ..., [B]
+            # [B, T, H], [E, H], [E, 2I, H], [E, H, I], 2 x [S, H], [H, S], [1, H], ..., [B]; when the banks are e4m3, the
+            # scales of their blocks follow: gate_up_scale, down_scale (checkpoint/fp8.py, bank_scale_shape)
             (
                 "x", "router", "gate_up", "down", "shared_gate", "shared_up", "shared_down", "shared_scalar_gate",
                 *_LENGTHS, "expert_mass",

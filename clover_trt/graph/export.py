@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
+import onnx
 import onnx_ir as ir
 import onnxscript.optimizer
 import torch
@@ -36,6 +41,7 @@ from clover_trt.model.gdn import GdnCache
 from clover_trt.model.head import Controls, vocabulary_mask
 from clover_trt.model.lengths import Lengths
 
+TORCH_DTYPE = {ir.DataType.FLOAT: torch.float32, ir.DataType.BFLOAT16: torch.bfloat16}
 FLOAT_WEIGHTS = ("A_log", "dt_bias", "block_temperature", "memory_bias", "memory_slope")  # a few numbers a layer
 
 
@@ -166,6 +172,35 @@ def _finish(model: ir.Model, config: ModelConfig) -> None:
     assert used == set(OPS), used
 
 
+def attach_functions(model: ir.Model, bodies: Sequence[onnx.FunctionProto], domains: Sequence[str] = ()) -> None:
+    """Give the `clover::` nodes a backend's bodies, which use operators of `domains` besides the standard ones."""
+    for body in bodies:
+        function = ir.serde.deserialize_function(body)
+        model.functions[function.identifier()] = function
+    model.opset_imports.update(dict.fromkeys(domains, 1))
+
+
+def attach_metadata(model: ir.Model, config: ModelConfig, source: dict[str, str]) -> None:
+    """Name the graph and say where it comes from."""
+    model.graph.name = "clover_block_step"
+    model.metadata_props.update(
+        {"clover.contract_version": str(VERSION), "clover.source": json.dumps(source), "clover.block_rule": config.block_rule}
+    )
+
+
+def save(model: ir.Model, path: Path, data: str) -> None:
+    """Write the graph, its weights beside it in the file `data`, and run ONNX's checker over the result.
+
+    Raises:
+        EngineError: the graph is not valid ONNX.
+    """
+    ir.save(model, path, external_data=data)
+    try:
+        onnx.checker.check_model(str(path))
+    except onnx.checker.ValidationError as error:
+        raise EngineError(f"the traced graph is not valid ONNX: {error}") from None
+
+
 def attach_weights(model: ir.Model, checkpoint: Checkpoint) -> None:
     """Point every initializer at the checkpoint, read when the model is saved and converted to the type it was traced
     in; transposes of weights are done on the data.
@@ -173,32 +208,51 @@ def attach_weights(model: ir.Model, checkpoint: Checkpoint) -> None:
     Raises:
         EngineError: an initializer has no tensor in the checkpoint.
     """
-    graph = model.graph
     _fold_transposes(model)
-    for name, value in graph.initializers.items():
-        source = value.metadata_props.get("source", name).removeprefix("clover.")
-        turned = "transposed" in value.metadata_props
+    for name, value in model.graph.initializers.items():
+        source, turned = weight_source(value, checkpoint)
+        if value.const_value is not None:
+            continue
         if source == "vocab_mask":
             mask = vocabulary_mask(checkpoint.config, checkpoint.valid_tokens)
             value.const_value = ir.tensor(mask.numpy(), name=name)
-        elif source in checkpoint.expected or (source == "lm_head.weight" and checkpoint.config.tie_word_embeddings):
-            stored = source if source in checkpoint.expected else "model.embed_tokens.weight"
-            assert value.dtype is not None
-            value.const_value = _lazy(checkpoint, stored, name, turned, value.dtype)
-        elif value.const_value is None:
+        elif source in checkpoint.expected:
+            read = partial(read_weight, checkpoint, source, turned, TORCH_DTYPE[dtype_of(value)])
+            value.const_value = lazy_tensor(name, dtype_of(value), shape_of(value), read)
+        else:
             raise EngineError(f"the traced graph has a weight {name!r} that no tensor of the checkpoint fills")
 
 
-def _lazy(checkpoint: Checkpoint, source: str, name: str, turned: bool, dtype: ir.DataType) -> ir.LazyTensor:
-    shape = checkpoint.expected[source][:: -1 if turned else 1]
-    kind = {ir.DataType.FLOAT: torch.float32, ir.DataType.BFLOAT16: torch.bfloat16}[dtype]
+def weight_source(value: ir.Value, checkpoint: Checkpoint) -> tuple[str, bool]:
+    """The checkpoint's name of an initializer, and whether it is stored transposed."""
+    source = value.metadata_props.get("source", value.name or "").removeprefix("clover.")
+    if source == "lm_head.weight" and checkpoint.config.tie_word_embeddings:
+        source = "model.embed_tokens.weight"
+    return source, "transposed" in value.metadata_props
 
-    def read() -> ir.TensorProtocol:
-        ((_, tensor),) = checkpoint.tensors([source])
-        tensor = tensor.to(kind)
-        return ir.tensor((tensor.T if turned else tensor).contiguous(), name=name)
 
-    return ir.LazyTensor(read, dtype=dtype, shape=ir.Shape(shape), name=name)
+def read_weight(checkpoint: Checkpoint, source: str, turned: bool, dtype: torch.dtype) -> Tensor:
+    """One weight, checked to be finite, in the type and orientation that the graph wants."""
+    ((_, tensor),) = checkpoint.tensors([source])
+    tensor = tensor.to(dtype)
+    return (tensor.T if turned else tensor).contiguous()
+
+
+def lazy_tensor(name: str, dtype: ir.DataType, shape: Sequence[int], read: Callable[[], Tensor]) -> ir.LazyTensor:
+    """A weight that is read when the model is saved."""
+    return ir.LazyTensor(lambda: ir.tensor(read(), name=name), dtype=dtype, shape=ir.Shape(shape), name=name)
+
+
+def dtype_of(value: ir.Value) -> ir.DataType:
+    """Element type of a value that has one."""
+    assert value.dtype is not None, value.name
+    return value.dtype
+
+
+def shape_of(value: ir.Value) -> tuple[int, ...]:
+    """Shape of a value without dynamic axes."""
+    assert value.shape is not None, value.name
+    return tuple(int(n) for n in value.shape)  # type: ignore[arg-type]
 
 
 def _fold_transposes(model: ir.Model) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 
 from clover_trt.checkpoint.reader import Checkpoint
-from clover_trt.engine.package import GRAPH, EnginePackage
+from clover_trt.engine.package import GRAPH, EnginePackage, open_package
 from clover_trt.errors import EngineError
 from clover_trt.graph.contract import hidden_name
+from clover_trt.model.block_step import CloverModel
 from clover_trt.model.load import load_model
 from clover_trt.parity.torch_session import TorchSession
 from clover_trt.runtime.ort_session import OrtSession
@@ -112,6 +114,26 @@ def compare_tokens(engine: Session, reference: Session, package: EnginePackage) 
     return checks
 
 
+def check_layers(package: EnginePackage, model: CloverModel) -> list[Check]:
+    """Every layer and the logits of `package` against the reference model, on a short fixed input."""
+    graph, names = probe_graph(package)
+    probed = OrtSession(package, slots=3, graph=graph, probes=names)
+    limit = TOLERANCE[package.build.precision]
+    return compare_layers(probed, TorchSession(model, slots=3, max_len=256), names, limit, package.valid_tokens)
+
+
+def layer_gate(checkpoint: Checkpoint) -> Callable[[Path], None]:
+    """A gate for `clover_trt.engine.build.build`: a package with a layer that is off is refused."""
+
+    def gate(folder: Path) -> None:
+        off = [check for check in check_layers(open_package(folder), load_model(checkpoint)) if not check.passed]
+        if off:
+            shown = ", ".join(f"{check.name} ({check.error:.2g}, limit {check.limit:g})" for check in off[:8])
+            raise EngineError(f"the built engine differs from the reference model in {len(off)} layers: {shown}")
+
+    return gate
+
+
 def verify(package: EnginePackage, checkpoint: Checkpoint, progress: Callable[[str], None] = lambda _: None) -> list[Check]:
     """All comparisons of `package` with the reference model of `checkpoint`.
 
@@ -128,10 +150,7 @@ def verify(package: EnginePackage, checkpoint: Checkpoint, progress: Callable[[s
     progress("loading the reference model")
     model = load_model(checkpoint)
     progress("comparing layers")
-    graph, names = probe_graph(package)
-    probed = OrtSession(package, slots=3, graph=graph, probes=names)
-    limit = TOLERANCE[package.build.precision]
-    checks = compare_layers(probed, TorchSession(model, slots=3, max_len=256), names, limit, package.valid_tokens)
+    checks = check_layers(package, model)
     if package.model.mask_token_id is not None:
         progress("comparing decoded tokens")
         checks += compare_tokens(OrtSession(package), TorchSession(model, max_len=256), package)

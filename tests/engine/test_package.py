@@ -10,10 +10,9 @@ import pytest
 
 from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.engine import build_cpu as module
-from clover_trt.engine.build_cpu import build_cpu
+from clover_trt.engine.build import build
 from clover_trt.engine.inspect import describe_engine
 from clover_trt.engine.package import EnginePackage, open_package
-from clover_trt.engine.targets import check_target
 from clover_trt.errors import EngineError
 
 
@@ -63,7 +62,7 @@ def test_a_failed_build_leaves_nothing_and_keeps_the_old_package(
     monkeypatch.setattr(module, "pack_experts", fail)
     for target in (tmp_path / "fresh", copy):
         with pytest.raises(EngineError, match="made to fail"):
-            build_cpu(Checkpoint(small_folder), target)
+            build(Checkpoint(small_folder), target)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["engine"]
     open_package(copy)
 
@@ -74,8 +73,9 @@ def test_a_killed_build_leaves_nothing_that_looks_finished(small_folder: Path, t
         "import os, sys, pathlib\n"
         "from clover_trt.engine import build_cpu as m\n"
         "from clover_trt.checkpoint.reader import Checkpoint\n"
+        "from clover_trt.engine.build import build\n"
         "m.pack_experts = lambda *_: os._exit(9)\n"
-        "m.build_cpu(Checkpoint(sys.argv[1]), pathlib.Path(sys.argv[2]))\n"
+        "build(Checkpoint(sys.argv[1]), pathlib.Path(sys.argv[2]))\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(small_folder), str(target)], capture_output=True, check=False)
     assert done.returncode == 9
@@ -88,18 +88,10 @@ def test_a_killed_build_leaves_nothing_that_looks_finished(small_folder: Path, t
 def test_a_folder_that_is_not_a_package_is_never_replaced(small_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("x")
     with pytest.raises(EngineError, match="exists and is not an engine package"):
-        build_cpu(Checkpoint(small_folder), tmp_path)
+        build(Checkpoint(small_folder), tmp_path)
     assert (tmp_path / "precious.txt").read_text() == "x"
-
-
-def test_targets_and_precisions_that_cannot_be_built_are_refused() -> None:
-    check_target("cpu", "float32")
-    with pytest.raises(EngineError, match="no bfloat16"):
-        check_target("cpu", "bfloat16")
-    with pytest.raises(EngineError, match="unknown target"):
-        check_target("h2oo", "float32")
 
 
 def test_max_seq_len_is_checked(small_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="takes 1 to 512"):
-        build_cpu(Checkpoint(small_folder), tmp_path / "e", max_seq_len=513)
+        build(Checkpoint(small_folder), tmp_path / "e", max_seq_len=513)

@@ -14,7 +14,7 @@ from tiny.tokenizer import build_tokenizer, save_tokenizer
 
 from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.config import ModelConfig
-from clover_trt.engine.build_cpu import build_cpu
+from clover_trt.engine.build import build
 from clover_trt.engine.package import EnginePackage, open_package
 from clover_trt.errors import RequestError
 from clover_trt.runtime.generate import Generator
@@ -35,7 +35,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> EnginePackage:
     folder = tmp_path_factory.mktemp("text")
     write_checkpoint(folder / "checkpoint", random_state(config), config)
     save_tokenizer(tokenizer, folder / "checkpoint")
-    build_cpu(Checkpoint(folder / "checkpoint"), folder / "engine")
+    build(Checkpoint(folder / "checkpoint"), folder / "engine")
     return open_package(folder / "engine")
 
 

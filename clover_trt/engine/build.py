@@ -1,0 +1,197 @@
+"""Build an engine package: what every target has in common."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from clover_trt.checkpoint.reader import Checkpoint
+from clover_trt.config import BuildConfig, ModelConfig, OptimizationProfile, validated
+from clover_trt.engine import build_cpu, build_tensorrt
+from clover_trt.engine.package import carry_files, open_package, package_writer, write_metadata
+from clover_trt.engine.profiles import GpuProfile, Precision, check_precision, read_profile
+from clover_trt.engine.trt_library import find_library
+from clover_trt.errors import EngineError
+from clover_trt.graph.bodies_tensorrt import CHUNK
+
+Progress = Callable[[str], None]
+Gate = Callable[[Path], None]
+TOOLS = ("torch", "onnx", "onnxscript", "onnxruntime", "safetensors")
+CANDIDATES = (1, 1, 64)  # candidates a position: smallest, usual, largest
+BIASES = (1, 2, 64)
+
+
+def build(
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    gpu: str = "cpu",
+    precision: str | None = None,
+    max_seq_len: int | None = None,
+    compute_capability: str | None = None,
+    operations: str | None = None,
+    progress: Progress = lambda _: None,
+    log: Progress = lambda _: None,
+    gate: Gate | None = None,
+) -> bool:
+    """Build the package at `out`; on any failure nothing is left there, and an existing package stays.
+
+    Args:
+        checkpoint: source of weights and configuration.
+        out: folder of the package; an existing package is replaced at the end.
+        gpu: name of a GPU profile, or a YAML file with one.
+        precision: one that the profile offers; its first when None.
+        max_seq_len: longest prompt and response together; the model's own limit when None.
+        compute_capability: instead of the profile's, as "8.9".
+        operations: "plugins" or "functions" instead of the profile's.
+        progress: called with a line at the start of each stage.
+        log: called with every message of the TensorRT library.
+        gate: called with the written package before it gets its name, when this machine can run it; raises to refuse it.
+
+    Returns:
+        Whether the package is finished. A target whose TensorRT library is not on this machine ends in a build bundle, an
+        unfinished package that `resume` finishes where the library is.
+
+    Raises:
+        CheckpointError, EngineError, ConfigError: what is wrong and what to do.
+    """
+    profile = with_changes(read_profile(gpu), compute_capability, operations)
+    config = checkpoint.config
+    settings = build_settings(profile, config, check_precision(profile, precision), max_seq_len)
+    library = None if profile.backend == "onnxruntime" else find_library(profile.backend)
+    if library is not None:
+        library.check_target(settings.compute_capability)
+    with package_writer(out) as work:
+        progress("reading the checkpoint")
+        source = {"name": checkpoint.folder.name, "fingerprint": checkpoint.fingerprint()}
+        tools = {name: importlib.metadata.version(name) for name in TOOLS}
+        finished = True
+        if profile.backend == "onnxruntime":
+            build_cpu.write_engine(work, checkpoint, source, progress)
+        else:
+            build_tensorrt.write_graph(work, checkpoint, settings, source, progress)
+            finished = library is not None and settings.operations == "functions"
+            if library is not None and finished:
+                tools |= build_tensorrt.write_plan(work, settings, library, progress, log)
+        carry_files(checkpoint.folder, work)
+        progress("hashing files")
+        write_metadata(
+            work,
+            model=config,
+            build=settings,
+            valid_tokens=checkpoint.valid_tokens,
+            source=source,
+            tools=tools,
+            finished=finished,
+        )
+        if gate is not None and profile.backend == "onnxruntime":
+            gate(work)
+    return finished
+
+
+def resume(bundle: Path, *, progress: Progress = lambda _: None, log: Progress = lambda _: None) -> None:
+    """Finish a build bundle in place; on any failure it stays as it was.
+
+    Raises:
+        EngineError: it is not a bundle, or this machine can't finish it.
+    """
+    package = open_package(bundle, unfinished=True)
+    settings = package.build
+    if package.manifest["finished"]:
+        raise EngineError(f"{bundle}: finished already")
+    if settings.operations == "plugins":
+        raise EngineError(
+            f"{bundle}: keeps the clover:: operations for the plugin library, which this version does not have yet; "
+            "build again with --operations functions"
+        )
+    library = find_library(settings.backend)
+    if library is None:
+        raise EngineError(f"{bundle}: needs {settings.backend} and a GPU of compute capability {settings.compute_capability}")
+    library.check_target(settings.compute_capability)
+    with package_writer(bundle) as work:
+        for name in package.manifest["files"]:
+            os.link(bundle / name, work / name)
+        tools = {**package.manifest["tools"], **build_tensorrt.write_plan(work, settings, library, progress, log)}
+        progress("hashing files")
+        (work / "config.json").unlink()  # a link to the bundle's own
+        write_metadata(
+            work,
+            model=package.model,
+            build=settings,
+            valid_tokens=package.valid_tokens,
+            source=package.manifest["source"],
+            tools=tools,
+            finished=True,
+        )
+
+
+def with_changes(profile: GpuProfile, compute_capability: str | None, operations: str | None) -> GpuProfile:
+    """The profile with another compute capability or form of the operations.
+
+    Raises:
+        ConfigError: the changed profile is not valid.
+        EngineError: the profile's engines do not run on a GPU.
+    """
+    if profile.backend == "onnxruntime" and (compute_capability or operations):
+        raise EngineError(f"--gpu {profile.name}: --compute-capability and --operations are for engines that run on a GPU")
+    changes = {"compute_capability": compute_capability, "operations": operations}
+    given = {name: value for name, value in changes.items() if value is not None}
+    return validated(GpuProfile, {**profile.model_dump(), **given}, f"profile {profile.name}")
+
+
+def build_settings(profile: GpuProfile, model: ModelConfig, precision: Precision, max_seq_len: int | None) -> BuildConfig:
+    """The settings of a build for this profile and geometry.
+
+    Raises:
+        EngineError: `max_seq_len` is out of range.
+    """
+    limit, block = model.max_position_embeddings, model.block_size
+    if max_seq_len is not None and not 0 < max_seq_len <= limit:
+        raise EngineError(f"max_seq_len = {max_seq_len} is out of range: the model takes 1 to {limit} tokens")
+    if precision == "nvfp4":
+        raise EngineError(
+            "--precision nvfp4: weights can be converted and reported, a graph with them can't be built yet; use fp8"
+        )
+    length = max_seq_len or limit
+    chunk = min(profile.prefill_chunk, -(-length // block) * block)
+    is_static = profile.backend != "onnxruntime"
+    return BuildConfig(
+        gpu=profile.name,
+        backend=profile.backend,
+        precision=precision,
+        max_seq_len=length,
+        max_input_len=max(1, length - block),
+        max_batch_size=profile.rows.max,
+        opt_batch_size=profile.rows.opt,
+        max_num_tokens=profile.rows.max * max(2 * block, chunk),
+        opt_num_tokens=profile.rows.opt * block,
+        block_size=block,
+        prefill_chunk=chunk,
+        compute_capability=profile.compute_capability,
+        operations=profile.operations,
+        workspace_mb=profile.workspace_mb,
+        # A call writes all its rows behind the prefix, committed or not, so the buffer outlasts the longest prefix by a call.
+        cache_len=length + max(2 * block, chunk) if is_static else None,
+        optimization_profiles=_optimization_profiles(profile, block, chunk, length) if is_static else (),
+    )
+
+
+def _optimization_profiles(profile: GpuProfile, block: int, chunk: int, length: int) -> tuple[OptimizationProfile, ...]:
+    """Denoising passes, fused passes and prefill chunks; the last takes one row, as the scheduler sends it.
+
+    TensorRT-RTX gets one profile for all, since it compiles for the shapes it meets when it runs. Its usual row is one
+    chunk of the delta rule: version 1.7 crashes while building when the usual length makes a Scan of several steps.
+    """
+    rows = (profile.rows.min, profile.rows.opt, profile.rows.max)
+    longest = max(chunk, 2 * block)
+    common = {"positions": (1, block, 2 * block), "history": (1, 64, length), "biases": BIASES, "candidates": CANDIDATES}
+    if profile.backend == "tensorrt-rtx":
+        axes = {"batch": rows, "tokens": (1, min(block, CHUNK), longest), **common}
+        return (OptimizationProfile(name="any", axes=axes),)
+    return (
+        OptimizationProfile(name="denoise", axes={"batch": rows, "tokens": (1, block, block), **common}),
+        OptimizationProfile(name="fused", axes={"batch": rows, "tokens": (1, 2 * block, 2 * block), **common}),
+        OptimizationProfile(name="prefill", axes={"batch": (1, 1, 1), "tokens": (1, chunk, longest), **common}),
+    )

@@ -22,6 +22,7 @@ from clover_trt.errors import CloverError, RequestError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from clover_trt.engine.capacity import Capacity
     from clover_trt.runtime.generate import Generator
     from clover_trt.runtime.request import PassEvent, Result
     from clover_trt.runtime.sequence import Sequence
@@ -166,6 +167,85 @@ def _log_file(path: Path | None) -> Iterator[Callable[[str], None]]:
         raise RequestError(f"{path}: cannot be written ({error.strerror})") from None
     with file:
         yield lambda line: print(line, file=file)
+
+
+@app.command(epilog="Example: clover-trt plan --gpu h200 --context 131072 --slots 4")
+def plan(
+    gpu: Annotated[str, typer.Option(help="A name that 'clover-trt profiles' lists, or a YAML file.")],
+    context: Annotated[int, typer.Option(min=1, help="Longest prompt and response together.")] = 131_072,
+    slots: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 1,
+    precision: Annotated[str | None, typer.Option(help="One that the profile offers; its first when not given.")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="Geometry to plan for; Clover-35B-A3B when not given.")] = None,
+    json_out: JsonOption = False,
+) -> None:
+    """Say without building what an engine needs, whether it fits, and how fast a pass can be at best."""
+    from clover_trt.checkpoint.reader import checkpoint_folder
+    from clover_trt.checkpoint.synthetic import CLOVER_35B
+    from clover_trt.config import ModelConfig
+    from clover_trt.engine.capacity import capacity
+    from clover_trt.engine.profiles import check_precision, read_profile
+
+    profile = read_profile(gpu)
+    model = CLOVER_35B if checkpoint is None else ModelConfig.from_folder(checkpoint_folder(checkpoint))
+    chosen = check_precision(profile, precision)
+    found = capacity(model, profile, chosen, context, slots)
+    if json_out:
+        totals = {"total_bytes": found.total_bytes, "fits": found.fits, "gpu": profile.name, "precision": chosen}
+        print(json.dumps({**totals, "context": context, **asdict(found)}))
+    else:
+        _print_capacity(found, f"{profile.description}, {chosen}, {slots} x {context:,} tokens")
+    if not found.fits:
+        _fail(f"{slots} slots of {context:,} tokens do not fit: {found.most_slots} do")
+
+
+def _print_capacity(found: Capacity, title: str) -> None:
+    table = Table("part", "GB", title=title)
+    for part, size in found.parts.items():
+        table.add_row(part, f"{size / 1e9:.3f}")
+    table.add_section()
+    table.add_row("all", f"{found.total_bytes / 1e9:.1f} of {found.memory_bytes / 1e9:g}")
+    table.add_row("a slot", f"{found.slot_bytes / 1e9:.2f}")
+    table.add_row("slots that fit", str(found.most_slots))
+    out.print(table)
+    rates = list(found.floors[0].tokens_per_second)
+    floors = Table("distinct experts", "GB moved", "floor, ms", "bound by", *(f"tokens/s at TPF {tpf:g}" for tpf in rates))
+    for floor in found.floors:
+        floors.add_row(
+            str(floor.distinct_experts),
+            f"{floor.bytes_moved / 1e9:.1f}",
+            f"{floor.milliseconds:.2f}",
+            floor.bound_by,
+            *(f"{floor.tokens_per_second[tpf]:,.0f}" for tpf in rates),
+        )
+    out.print(floors)
+    out.print("one row, empty prefix; a floor, not a measurement: bytes over bandwidth, operations over the peak rate")
+    if found.stated_tokens_per_second:
+        out.print(f"stated by the model's vendor, bfloat16: {found.stated_tokens_per_second:g} tokens/s")
+
+
+@app.command(epilog="Example: clover-trt quantize --checkpoint clover-tiny --out out/tiny-fp8")
+def quantize(
+    checkpoint: Annotated[str, typer.Option(help="Checkpoint folder in bfloat16, or clover-tiny.")],
+    target: Annotated[Path, typer.Option("--out", help="Checkpoint folder to write.")],
+    tensor_map: TensorMapOption = None,
+    json_out: JsonOption = False,
+) -> None:
+    """Write an FP8 copy of a checkpoint and say what the rounding costs; interrupted work goes on when called again."""
+    from clover_trt.checkpoint.quantize import REPORT, quantize_checkpoint, summary
+    from clover_trt.checkpoint.reader import Checkpoint
+
+    with _progress(json_out) as progress:
+        report = quantize_checkpoint(Checkpoint(checkpoint, tensor_map), target, progress)
+    parts = summary(report)
+    if json_out:
+        print(json.dumps({"checkpoint": str(target), "summary": parts}))
+        return
+    table = Table("part", "matrices", "relative error, mean", "largest", "worst channel", "where")
+    for part, row in parts.items():
+        errors = (f"{row[field]:.2%}" for field in ("relative_error_mean", "relative_error_max", "worst_channel_error"))
+        table.add_row(part, f"{row['matrices']:,}", *errors, row["worst_channel"])
+    out.print(table)
+    out.print(f"wrote {target}; every matrix: {target / REPORT}", soft_wrap=True)
 
 
 @app.command(epilog="Example: clover-trt profiles")

@@ -42,9 +42,18 @@ def bank_scale_shape(name: str, config: ModelConfig) -> tuple[int, ...]:
     return scale_shape((config.num_experts, H, width))
 
 
-def expand_scale(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """`[..., rows / 128, columns / 128]` to one scale an element, `[..., rows, columns]`."""
-    return scale.repeat_interleave(BLOCK, -2)[..., :rows, :].repeat_interleave(BLOCK, -1)[..., :columns]
+def _blocks(weight: Tensor) -> Tensor:
+    """A weight as `[..., row blocks, 128, column blocks, 128]`, padded with zeros where the last block is smaller."""
+    rows, columns = weight.shape[-2:]
+    if rows % BLOCK or columns % BLOCK:
+        weight = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    *batch, rows, columns = weight.shape
+    return weight.reshape(*batch, rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+
+
+def _scaled(blocks: Tensor, scale: Tensor, rows: int, columns: int) -> Tensor:
+    """`blocks` times a scale each, as `[..., rows, columns]`."""
+    return (blocks * scale[..., :, None, :, None]).flatten(-4, -3).flatten(-2, -1)[..., :rows, :columns]
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,16 +67,13 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: a value is not finite.
     """
-    if not torch.isfinite(weight).all():
+    blocks = _blocks(weight)
+    amax = blocks.abs().amax(dim=(-1, -3)).float()
+    if not torch.isfinite(amax).all():
         raise ValueError("a weight to quantize holds NaN or infinity")
-    rows, columns = weight.shape[-2:]
-    blocks = scale_shape(tuple(weight.shape))
-    padded = torch.nn.functional.pad(weight, (0, blocks[-1] * BLOCK - columns, 0, blocks[-2] * BLOCK - rows))
-    amax = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK)).abs().amax(dim=(-1, -3)).float()
     scale = _round_up((amax / LARGEST).clamp(min=torch.finfo(torch.bfloat16).tiny))
     scale = torch.where(amax == 0, torch.ones((), dtype=torch.bfloat16), scale)
-    scaled = weight.float() / expand_scale(scale.float(), rows, columns)
-    return scaled.clamp(-LARGEST, LARGEST).to(FP8), scale
+    return _scaled(blocks.float(), 1.0 / scale.float(), *weight.shape[-2:]).to(FP8).contiguous(), scale
 
 
 def _round_up(value: Tensor) -> Tensor:
@@ -76,9 +82,9 @@ def _round_up(value: Tensor) -> Tensor:
     return ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32).to(torch.bfloat16)
 
 
-def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
-    """The bfloat16 weight `[..., rows, columns]` that an e4m3 weight and its scales stand for."""
-    return (weight.float() * expand_scale(scale.float(), *weight.shape[-2:])).to(torch.bfloat16)
+def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The weight `[..., rows, columns]` that an e4m3 weight and its scales stand for; bfloat16 is what engines compute with."""
+    return _scaled(_blocks(weight.float()), scale.float(), *weight.shape[-2:]).to(dtype)
 
 
 def quantize_bank(gate_up: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -171,8 +173,7 @@ class Checkpoint:
         assert fp8.is_quantized(name), name
         parts = list(self.parts(name))
         if self.stored[parts[0]].dtype != "F8_E4M3":
-            ((_, tensor),) = self.tensors([name])
-            return fp8.quantize_bank(tensor) if name.endswith("gate_up_proj") else fp8.quantize(tensor)
+            return self._quantized(name)
         weights = [self._read(self.stored[part]) for part in parts]
         scales = [self._read(self.stored[part + fp8.SCALE_SUFFIX]).to(torch.bfloat16) for part in parts]
         bad = sum(int((~torch.isfinite(each.float())).sum()) for each in (*weights, *scales))
@@ -185,6 +186,40 @@ class Checkpoint:
         whole = torch.cat([each.reshape(-1).view(torch.uint8) for each in weights]).view(fp8.FP8)
         return whole.view(shape), scale
 
+    def _quantized(self, name: str) -> tuple[Tensor, Tensor]:
+        try:
+            if ".mlp.experts." not in name:
+                return fp8.quantize(self.load(name))
+            one = fp8.quantize_bank if name.endswith("gate_up_proj") else fp8.quantize
+            pairs = [one(matrix) for matrix in self.experts(name)]
+        except ValueError:
+            raise CheckpointError(f"{self.folder}: not finite (NaN or infinity): {name}") from None
+        whole = torch.stack([weight.view(torch.uint8) for weight, _ in pairs]).view(fp8.FP8)
+        return whole, torch.stack([scale for _, scale in pairs])
+
+    def experts(self, name: str) -> Iterator[Tensor]:
+        """The matrices of a stacked expert tensor, one expert in memory at a time, in their stored dtype."""
+        if name in self.stored:
+            info = self.stored[name]
+            with self._opened(info) as file:
+                stacked = file.get_slice(info.stored_name)
+                yield from (stacked[expert] for expert in range(info.shape[0]))
+            return
+        parts = list(self.parts(name))
+        each = len(parts) // self.config.num_experts
+        for begin in range(0, len(parts), each):
+            yield torch.cat([self._read(self.stored[part]) for part in parts[begin : begin + each]])
+
+    def stored_dtype(self, name: str) -> str:
+        """The dtype (safetensors name) that `load` gives a tensor."""
+        if self.neutral and is_added(name):
+            return "F32"
+        return self.stored[next(iter(self.parts(name)))].dtype
+
+    def weight_files(self) -> list[Path]:
+        """The safetensors files, in the order of their names."""
+        return sorted({info.path for info in self.stored.values()})
+
     def _dequantized(self, part: str) -> Tensor:
         tensor = self._read(self.stored[part])
         if tensor.dtype != fp8.FP8:
@@ -193,12 +228,18 @@ class Checkpoint:
         return (fp8.dequantize_bank if part.endswith("gate_up_proj") else fp8.dequantize)(tensor, scale)
 
     def _read(self, info: TensorInfo) -> Tensor:
+        with self._opened(info) as file:
+            tensor: Tensor = file.get_tensor(info.stored_name)
+        return tensor
+
+    @contextmanager
+    def _opened(self, info: TensorInfo) -> Iterator[Any]:
+        """The file of a tensor; what goes wrong inside names the file and the tensor."""
         try:
             with safe_open(info.path, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(info.stored_name)
+                yield file
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{info.path}: tensor {info.stored_name!r} cannot be read: {error}") from None
-        return tensor
 
     def _neutral(self, name: str) -> Tensor:
         """What an added tensor is without training: no right convolution, a plain attention scale, an unbiased memory."""

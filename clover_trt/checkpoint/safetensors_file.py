@@ -47,6 +47,19 @@ class TensorInfo:
         return self.end - self.begin
 
 
+def file_head(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> bytes:
+    """What a safetensors file of these dtypes and shapes begins with; the tensors follow in order, one behind the other."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, (dtype, shape) in tensors.items():
+        size = math.prod(shape) * DTYPE_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 @contextmanager
 def safetensors_writer(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> Iterator[Callable[[str, Buffer], None]]:
     """Write a file one tensor after another, so that none but the present one is in memory.
@@ -58,19 +71,11 @@ def safetensors_writer(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]
     Yields:
         `write(name, data)`, to be called once for each tensor in that order.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, (dtype, shape) in tensors.items():
-        size = math.prod(shape) * DTYPE_BYTES[dtype]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
     left = list(tensors)
     partial = path.with_name(f"{path.name}.partial")
     try:
         with partial.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
+            file.write(file_head(tensors))
 
             def write(name: str, data: Buffer) -> None:
                 dtype, shape = tensors[name]

@@ -76,6 +76,25 @@ def quantize_graph(model: ir.Model, checkpoint: Checkpoint) -> None:
                 value.const_value = lazy_tensor(value.name or "", dtype_of(value), shape_of(value), read)
 
 
+class _Quantized:
+    """An FP8 weight that is read once for its values and keeps its scales, which are small."""
+
+    def __init__(self, checkpoint: Checkpoint, source: str) -> None:
+        self._checkpoint, self._source = checkpoint, source
+        self._scale: Tensor | None = None
+
+    def weight(self) -> Tensor:
+        """The e4m3 values."""
+        values, self._scale = self._checkpoint.load_quantized(self._source)
+        return values
+
+    def scale(self) -> Tensor:
+        """The scales of the blocks, bfloat16."""
+        if self._scale is None:
+            _, self._scale = self._checkpoint.load_quantized(self._source)
+        return self._scale
+
+
 def _as_quantized(checkpoint: Checkpoint, source: str, turned: bool) -> Tensor:
     weight = fp8.dequantize(*checkpoint.load_quantized(source))
     return (weight.T if turned else weight).contiguous()
@@ -85,13 +104,14 @@ def _dequantize_in_graph(graph: ir.Graph, value: ir.Value, checkpoint: Checkpoin
     name, shape = value.name or "", shape_of(value)
     summed, rows = (0, shape[1]) if turned else (1, shape[0])
 
+    quantized = _Quantized(checkpoint, source)
+
     def weight() -> Tensor:
-        q, _ = checkpoint.load_quantized(source)
+        q = quantized.weight()
         return (q.view(torch.uint8).T.contiguous().view(fp8.FP8) if turned else q).contiguous()
 
     def scale() -> Tensor:
-        _, s = checkpoint.load_quantized(source)
-        s = s.repeat_interleave(fp8.BLOCK, 0)[:rows]
+        s = quantized.scale().repeat_interleave(fp8.BLOCK, 0)[:rows]
         return (s.T if turned else s).contiguous()
 
     blocks = tuple(n // fp8.BLOCK if axis == summed else n for axis, n in enumerate(shape))
@@ -119,9 +139,10 @@ def bind_large_weights(model: ir.Model, checkpoint: Checkpoint, limit: int = BOU
         every bound weight by input name: expert banks (with scales in an FP8 graph), then the large ones.
     """
     graph, bound = model.graph, {}
+    quantized: dict[str, _Quantized] = {}
     for value in graph.inputs:
         if (value.name or "").startswith("experts."):
-            bound[value.name or ""] = _expert_weight(value, checkpoint)
+            bound[value.name or ""] = _expert_weight(value, checkpoint, quantized)
     for name, value in list(graph.initializers.items()):
         dtype = value.dtype
         if value.const_value is not None or dtype not in TORCH_DTYPE or math.prod(shape_of(value)) * dtype.itemsize < limit:
@@ -134,13 +155,14 @@ def bind_large_weights(model: ir.Model, checkpoint: Checkpoint, limit: int = BOU
     return bound
 
 
-def _expert_weight(value: ir.Value, checkpoint: Checkpoint) -> Packed:
+def _expert_weight(value: ir.Value, checkpoint: Checkpoint, quantized: dict[str, _Quantized]) -> Packed:
     _, layer, part = (value.name or "").split(".")
     source = f"model.layers.{layer}.mlp.experts.{part.removesuffix('_scale')}_proj"
     if part.endswith("_scale"):
-        return Packed("BF16", shape_of(value), lambda: checkpoint.load_quantized(source)[1])
+        return Packed("BF16", shape_of(value), quantized[source].scale)
     if value.dtype == ir.DataType.FLOAT8E4M3FN:
-        return Packed("F8_E4M3", shape_of(value), lambda: checkpoint.load_quantized(source)[0])
+        quantized[source] = _Quantized(checkpoint, source)
+        return Packed("F8_E4M3", shape_of(value), quantized[source].weight)
     return Packed("BF16", shape_of(value), partial(read_weight, checkpoint, source, False, torch.bfloat16))
 
 

@@ -1,0 +1,210 @@
+"""Write an FP8 copy of a checkpoint, shard by shard, with a report of what the rounding costs.
+
+One shard holds one layer; a finished shard is kept when the work is interrupted, and skipped when it goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clover_trt.checkpoint import fp8
+from clover_trt.checkpoint.inspect import part_of
+from clover_trt.checkpoint.names import expert_parts
+from clover_trt.checkpoint.pack import tensor_bytes
+from clover_trt.checkpoint.reader import INDEX, Checkpoint
+from clover_trt.checkpoint.safetensors_file import DTYPE_BYTES, safetensors_writer
+from clover_trt.config import read_json
+from clover_trt.errors import CheckpointError
+
+REPORT = "quantization_report.json"
+ORIGIN = "origin.json"
+SAFETENSORS_DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What quantization does to one matrix: `||q - w|| / ||w||` of the whole, and of its worst output channel."""
+
+    name: str
+    relative_error: float
+    worst_channel: int
+    worst_channel_error: float
+
+
+def quantize_checkpoint(checkpoint: Checkpoint, out: Path, progress: Progress = lambda _: None) -> list[Rounding]:
+    """Write the FP8 checkpoint `out`; interrupted work goes on where it stopped when called again.
+
+    Returns:
+        the report, also written to `out/quantization_report.json`.
+
+    Raises:
+        CheckpointError: the source is not usable or is FP8 already, `out` exists, or the disk is too small (before any work).
+    """
+    out = Path(out).absolute()
+    if checkpoint.quantized:
+        raise CheckpointError(f"{checkpoint.folder}: holds FP8 weights already; quantize the bfloat16 checkpoint")
+    if out.exists():
+        raise CheckpointError(f"{out}: exists; choose another --out or remove it")
+    work = out.parent / f".{out.name}.quantizing"
+    shards = _shards(checkpoint)
+    files = {f"model-{i:05}-of-{len(shards):05}.safetensors": names for i, names in enumerate(shards, start=1)}
+    _open_work(work, checkpoint)
+    missing = [file for file in files if not (work / file).exists()]
+    _check_space(work, sum(_shard_bytes(checkpoint, files[file]) for file in missing))
+    for count, (file, names) in enumerate(files.items(), start=1):
+        if file in missing:
+            progress(f"quantizing shard {count}/{len(files)}")
+            report = write_shard(checkpoint, names, work / file)
+            (work / f"{file}.report").write_text(json.dumps([asdict(each) for each in report]))
+    progress("writing the index")
+    rounding = _finish(work, checkpoint, files)
+    work.rename(out)
+    return rounding
+
+
+def _shards(checkpoint: Checkpoint) -> list[list[str]]:
+    """Tensor names by shard: what is before the layers, each layer, what is after them."""
+    groups: dict[int, list[str]] = {}
+    for name in checkpoint.expected:
+        after = checkpoint.config.num_hidden_layers
+        number = int(name.split(".")[2]) if name.startswith("model.layers.") else (-1 if "embed_tokens" in name else after)
+        groups.setdefault(number, []).append(name)
+    return [groups[number] for number in sorted(groups)]
+
+
+def _layout(checkpoint: Checkpoint, names: list[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of every tensor of a shard, experts one by one, each FP8 weight followed by its scales."""
+    layout: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name in names:
+        parts = expert_parts(name, checkpoint.config) if ".mlp.experts." in name else {name: checkpoint.expected[name]}
+        for part, shape in parts.items():
+            if fp8.is_quantized(name):
+                layout[part] = ("F8_E4M3", shape)
+                layout[part + fp8.SCALE_SUFFIX] = ("BF16", fp8.scale_shape(shape))
+            else:
+                layout[part] = (checkpoint.stored_dtype(name), shape)
+    return layout
+
+
+def _shard_bytes(checkpoint: Checkpoint, names: list[str]) -> int:
+    sizes = (torch.Size(shape).numel() * DTYPE_BYTES[dtype] for dtype, shape in _layout(checkpoint, names).values())
+    return sum(sizes)
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed * 1.02 > free:
+        raise CheckpointError(f"{folder.parent}: {needed / 1e9:.1f} GB to write, {free / 1e9:.1f} GB free; choose another --out")
+
+
+def _open_work(work: Path, checkpoint: Checkpoint) -> None:
+    """The folder of unfinished work; what is there of another source is refused."""
+    facts = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in checkpoint.weight_files()}
+    origin = {"folder": str(checkpoint.folder.absolute()), "files": facts}
+    if (work / ORIGIN).exists():
+        if read_json(work / ORIGIN) != origin:
+            raise CheckpointError(f"{work}: unfinished work on another checkpoint; remove it to start again")
+        return
+    work.mkdir(parents=True, exist_ok=True)
+    (work / ORIGIN).write_text(json.dumps(origin))
+
+
+def write_shard(checkpoint: Checkpoint, names: list[str], path: Path) -> list[Rounding]:
+    """Write the tensors `names`, matrices in FP8; returns the report of the matrices."""
+    report = []
+    layout = _layout(checkpoint, names)
+    with safetensors_writer(path, layout) as write:
+        for name in names:
+            if not fp8.is_quantized(name):
+                ((_, tensor),) = checkpoint.tensors([name])
+                write(name, tensor_bytes(tensor))
+                continue
+            for part, tensor in _matrices(checkpoint, name):
+                try:
+                    q, scale = fp8.quantize(tensor)
+                except ValueError:
+                    raise CheckpointError(f"{checkpoint.folder}: not finite (NaN or infinity): {part}") from None
+                write(part, tensor_bytes(q))
+                write(part + fp8.SCALE_SUFFIX, tensor_bytes(scale))
+                report.append(rounding(part, tensor, q, scale))
+    return report
+
+
+def _matrices(checkpoint: Checkpoint, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The matrices of a tensor by the names they get: itself, or gate, up and down of one expert after another."""
+    if ".mlp.experts." not in name:
+        yield name, checkpoint.load(name)
+        return
+    for expert, tensor in enumerate(checkpoint.experts(name)):
+        bank = f"{name.rpartition('.')[0]}.{expert}"
+        if name.endswith("gate_up_proj"):
+            gate, up = tensor.chunk(2)
+            yield f"{bank}.gate_proj.weight", gate
+            yield f"{bank}.up_proj.weight", up
+        else:
+            yield f"{bank}.down_proj.weight", tensor
+
+
+def rounding(name: str, weight: Tensor, q: Tensor, scale: Tensor) -> Rounding:
+    """Measure the error of a quantized matrix, in float32."""
+    wide = weight.float()
+    error = (fp8.dequantize(q, scale, torch.float32) - wide).square().sum(-1)
+    size = wide.square().sum(-1)
+    worst = int((error / size.clamp(min=torch.finfo(torch.float32).tiny)).argmax())
+    total = float((error.sum() / size.sum().clamp(min=torch.finfo(torch.float32).tiny)).sqrt())
+    channel = float((error[worst] / size[worst].clamp(min=torch.finfo(torch.float32).tiny)).sqrt())
+    return Rounding(name, total, worst, channel)
+
+
+def _finish(work: Path, checkpoint: Checkpoint, files: dict[str, list[str]]) -> list[Rounding]:
+    weight_map: dict[str, str] = {}
+    total = 0
+    report: list[Rounding] = []
+    for file, names in files.items():
+        weight_map |= dict.fromkeys(_layout(checkpoint, names), file)
+        total += _shard_bytes(checkpoint, names)
+        report += [Rounding(**each) for each in json.loads((work / f"{file}.report").read_text())]
+    (work / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+    (work / REPORT).write_text(json.dumps({"summary": summary(report), "matrices": [asdict(each) for each in report]}))
+    config: dict[str, Any] = read_json(checkpoint.folder / "config.json")
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [fp8.BLOCK, fp8.BLOCK],
+    }
+    (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for path in checkpoint.folder.iterdir():
+        if path.is_file() and path.suffix != ".safetensors" and not (work / path.name).exists():
+            shutil.copyfile(path, work / path.name)
+    for file in files:
+        (work / f"{file}.report").unlink()
+    (work / ORIGIN).unlink()
+    return report
+
+
+def summary(report: list[Rounding]) -> dict[str, dict[str, Any]]:
+    """Mean and largest relative error, and the worst channel, of every part of the model."""
+    parts: dict[str, list[Rounding]] = {}
+    for each in report:
+        parts.setdefault(part_of(each.name), []).append(each)
+    table = {}
+    for part, items in parts.items():
+        worst = max(items, key=lambda each: each.worst_channel_error)
+        table[part] = {
+            "matrices": len(items),
+            "relative_error_mean": sum(each.relative_error for each in items) / len(items),
+            "relative_error_max": max(each.relative_error for each in items),
+            "worst_channel_error": worst.worst_channel_error,
+            "worst_channel": f"{worst.name} row {worst.worst_channel}",
+        }
+    return table

@@ -173,7 +173,7 @@ def build_settings(profile: GpuProfile, model: ModelConfig, precision: Precision
         operations=profile.operations,
         workspace_mb=profile.workspace_mb,
         # A call writes all its rows behind the prefix, committed or not, so the buffer outlasts the longest prefix by a call.
-        cache_len=length + max(2 * block, chunk) if is_static else None,
+        cache_len=length + max(2 * block, chunk + block) if is_static else None,
         optimization_profiles=_optimization_profiles(profile, block, chunk, length) if is_static else (),
     )
 
@@ -185,7 +185,7 @@ def _optimization_profiles(profile: GpuProfile, block: int, chunk: int, length: 
     chunk of the delta rule: version 1.7 crashes while building when the usual length makes a Scan of several steps.
     """
     rows = (profile.rows.min, profile.rows.opt, profile.rows.max)
-    longest = max(chunk, 2 * block)
+    longest = max(chunk + block, 2 * block)  # a prompt's last chunk and the first pass over its first block
     common = {"positions": (1, block, 2 * block), "history": (1, 64, length), "biases": BIASES, "candidates": CANDIDATES}
     if profile.backend == "tensorrt-rtx":
         axes = {"batch": rows, "tokens": (1, min(block, CHUNK), longest), **common}

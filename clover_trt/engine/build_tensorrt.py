@@ -25,7 +25,7 @@ from clover_trt.engine.trt_library import TrtLibrary
 from clover_trt.errors import EngineError
 from clover_trt.graph.bodies_tensorrt import function_bodies
 from clover_trt.graph.export import attach_functions, attach_metadata, attach_weights, save, trace
-from clover_trt.graph.tensorrt import bind_large_weights, check_operators, fix_cache_length, quantize_graph
+from clover_trt.graph.tensorrt import bind_large_weights, check_operators, drop_logits, fix_cache_length, quantize_graph
 
 Progress = Callable[[str], None]
 INLINED = "inlined.onnx"
@@ -41,6 +41,7 @@ def write_graph(work: Path, checkpoint: Checkpoint, settings: BuildConfig, sourc
     model = trace(checkpoint.config, checkpoint.valid_tokens, torch.bfloat16)
     assert settings.cache_len is not None
     fix_cache_length(model, settings.cache_len)
+    drop_logits(model)
     if settings.precision == "fp8":
         quantize_graph(model, checkpoint)
     bound = bind_large_weights(model, checkpoint)

@@ -33,6 +33,7 @@ EXPERTS = "experts.safetensors"
 PLAN = "rank0.engine"
 BOUND = "rank0_managed_weights.safetensors"  # TensorRT-LLM's name for weights that are not in the plan
 FORMAT = 2
+TRT_MODULES = {"tensorrt": ("tensorrt",), "tensorrt-rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings")}  # Python modules
 CARRIED = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "special_tokens_map.json",
     "vocab.json", "merges.txt", "added_tokens.json",

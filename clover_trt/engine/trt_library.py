@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from clover_trt.engine.package import TRT_MODULES
 from clover_trt.errors import EngineError
 
-MODULES = {"tensorrt": ("tensorrt",), "tensorrt-rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings")}
 OLDEST = {"tensorrt": (10, 14), "tensorrt-rtx": (1, 3)}
 Progress = Callable[[str], None]
 
@@ -104,7 +104,7 @@ def find_library(backend: str) -> TrtLibrary | None:
     Raises:
         EngineError: the library is too old.
     """
-    for name in MODULES[backend]:
+    for name in TRT_MODULES[backend]:
         try:
             module = importlib.import_module(name)
         except ImportError:

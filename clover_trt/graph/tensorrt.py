@@ -1,4 +1,4 @@
-"""What TensorRT needs of the traced graph: fixed cache length, large weights as inputs, FP8 weights, known operators."""
+"""What TensorRT needs of the traced graph: a fixed cache length, candidates only, large weights as inputs, FP8 weights."""
 
 from __future__ import annotations
 
@@ -42,6 +42,12 @@ def fix_cache_length(model: ir.Model, length: int) -> None:
         if (value.name or "").startswith(("key_cache", "value_cache")):
             assert value.shape is not None
             value.shape = ir.Shape([*value.shape[:2], length, *value.shape[3:]])
+
+
+def drop_logits(model: ir.Model) -> None:
+    """Return candidates only: an output of a plan is always computed and stored, and logits are large."""
+    kept = [value for value in model.graph.outputs if value.name != "logits"]
+    model.graph.outputs[:] = kept
 
 
 def quantize_graph(model: ir.Model, checkpoint: Checkpoint) -> None:
@@ -163,7 +169,8 @@ def _expert_weight(value: ir.Value, checkpoint: Checkpoint, quantized: dict[str,
     if value.dtype == ir.DataType.FLOAT8E4M3FN:
         quantized[source] = _Quantized(checkpoint, source)
         return Packed("F8_E4M3", shape_of(value), quantized[source].weight)
-    return Packed("BF16", shape_of(value), partial(read_weight, checkpoint, source, False, torch.bfloat16))
+    dtype = dtype_of(value)
+    return Packed(SAFETENSORS_DTYPE[dtype], shape_of(value), partial(read_weight, checkpoint, source, False, TORCH_DTYPE[dtype]))
 
 
 def check_operators(model: onnx.ModelProto, plugins: bool) -> None:

@@ -17,12 +17,21 @@ from clover_trt.runtime.session import Session
 from clover_trt.runtime.text import Message, TextCodec
 
 
+def open_session(package: EnginePackage, *, slots: int = 1, threads: int | None = None) -> Session:
+    """The session that runs this package: ONNX Runtime on the CPU, or TensorRT on a GPU."""
+    if package.build.backend == "onnxruntime":
+        return OrtSession(package, slots=slots, threads=threads)
+    from clover_trt.runtime.trt_session import TrtSession
+
+    return TrtSession(package, slots=slots)
+
+
 class Generator:
     """Text in, text out, over an engine package.
 
     Args:
         package: an opened package, or its folder.
-        session: the session to run on; ONNX Runtime over the package when None.
+        session: the session to run on; one over the package when None.
         slots: rows in flight at once.
         threads: CPU threads, all usable cores when None.
         fused: see `Sequence`.
@@ -38,7 +47,7 @@ class Generator:
         fused: bool = True,
     ) -> None:
         self.package = package if isinstance(package, EnginePackage) else open_package(package)
-        self.session: Session = session or OrtSession(self.package, slots=slots, threads=threads)
+        self.session: Session = session or open_session(self.package, slots=slots, threads=threads)
         self.codec = TextCodec(self.package.folder)
         self.fused = fused
 

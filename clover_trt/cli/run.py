@@ -1,275 +1,28 @@
-"""Command line: parse, call one function, print."""
+"""Verbs that run and look: generate, inspect, logits, verify, doctor."""
 
 from __future__ import annotations
 
 import json
 import sys
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from clover_trt import __version__
-from clover_trt.errors import CloverError, RequestError
+from clover_trt.cli.shared import EngineOption, JsonOption, TensorMapOption, fail, out, progress_lines
+from clover_trt.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from clover_trt.engine.capacity import Capacity
     from clover_trt.runtime.generate import Generator
     from clover_trt.runtime.request import PassEvent, Result
     from clover_trt.runtime.sequence import Sequence
 
-app = typer.Typer(
-    help="Build and run engines for Clover block-diffusion language models.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-)
-out, err = Console(), Console(stderr=True)
-_debug = False
-
-EngineOption = Annotated[Path, typer.Option("--engine", help="Engine package folder.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-TensorMapOption = Annotated[
-    Path | None, typer.Option("--tensor-map", help="JSON file that names Clover's added GDN tensors in the checkpoint.")
-]
-
-
-@app.callback(invoke_without_command=True)
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
-) -> None:
-    global _debug
-    _debug = debug
-    if version:
-        out.print(__version__)
-        raise typer.Exit
-
-
-def main() -> NoReturn:
-    """Entry point: a user's mistake is one or two lines on stderr and exit code 2."""
-    try:
-        app()
-    except CloverError as error:
-        if _debug:
-            raise
-        _fail(str(error))
-    except ModuleNotFoundError as error:
-        if _debug or error.name is None or error.name.startswith("clover_trt"):
-            raise
-        _fail(f"this command needs the package {error.name!r}; install it with: pip install 'clover-trt[build]'")
-    sys.exit(0)
-
-
-def _fail(message: str) -> NoReturn:
-    err.print(Text.assemble(("error: ", "red"), message), soft_wrap=True)
-    sys.exit(2)
-
-
-@contextmanager
-def _progress(quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """A spinner with the running stage; finished stages stay as lines when the output is not a terminal."""
-    if quiet:
-        yield lambda _: None
-        return
-    with err.status("starting") as status:
-
-        def show(stage: str) -> None:
-            status.update(stage)
-            if not err.is_terminal:
-                err.print(stage)
-
-        yield show
-
-
-@app.command(epilog="Example: clover-trt build --gpu cpu --checkpoint clover-tiny --out build/engines/tiny")
-def build(
-    checkpoint: Annotated[
-        str | None, typer.Option(help="Checkpoint folder, or clover-tiny for the model that ships with us.")
-    ] = None,
-    target: Annotated[Path | None, typer.Option("--out", help="Folder of the engine package to write.")] = None,
-    gpu: Annotated[str, typer.Option(help="Target: a name that 'clover-trt profiles' lists, or a YAML file.")] = "cpu",
-    precision: Annotated[str | None, typer.Option(help="One that the profile offers; its first when not given.")] = None,
-    max_seq_len: Annotated[int | None, typer.Option(help="Longest prompt and response together.")] = None,
-    compute_capability: Annotated[str | None, typer.Option(help="Instead of the profile's, as 12.0.")] = None,
-    operations: Annotated[
-        str | None, typer.Option(help="plugins, or functions: the operations in TensorRT's own operators.")
-    ] = None,
-    resume: Annotated[Path | None, typer.Option(help="Finish this build bundle on a machine that can.")] = None,
-    gate: Annotated[
-        bool, typer.Option("--gate/--no-gate", help="Compare the layers with the reference before the package is finished.")
-    ] = True,
-    log: Annotated[Path | None, typer.Option(help="Write TensorRT's messages to this file.")] = None,
-    tensor_map: TensorMapOption = None,
-    json_out: JsonOption = False,
-) -> None:
-    """Build an engine package from a checkpoint, or finish a build bundle."""
-    from clover_trt.checkpoint.reader import Checkpoint
-    from clover_trt.engine import build as engine
-    from clover_trt.engine.inspect import describe_engine
-    from clover_trt.parity.verify import layer_gate
-
-    if resume is None and (checkpoint is None or target is None):
-        raise RequestError("expected --checkpoint and --out, or --resume BUNDLE")
-    with _progress(json_out) as progress, _log_file(log) as write_log:
-        if resume is not None:
-            if checkpoint is not None or target is not None:
-                raise RequestError(
-                    "--resume takes neither --checkpoint nor --out: the bundle has its settings, and stays where it is"
-                )
-            target, finished = resume, True
-            engine.resume(resume, progress=progress, log=write_log)
-        else:
-            assert checkpoint is not None
-            assert target is not None
-            source = Checkpoint(checkpoint, tensor_map)
-            if source.neutral and not json_out:
-                err.print("note: a plain Qwen3.5-MoE checkpoint: logits are exact, but it has no tensors to denoise blocks with")
-            finished = engine.build(
-                source,
-                target,
-                gpu=gpu,
-                precision=precision,
-                max_seq_len=max_seq_len,
-                compute_capability=compute_capability,
-                operations=operations,
-                progress=progress,
-                log=write_log,
-                gate=layer_gate(source) if gate else None,
-            )
-    if json_out:
-        print(json.dumps({"engine": str(target), "finished": finished, **describe_engine(target)}))
-    elif finished:
-        out.print(f"built {target}")
-    else:
-        out.print(f"wrote the build bundle {target}: everything but the plan, which needs TensorRT and the GPU it is for")
-        out.print(f"finish it there with: clover-trt build --resume {target}", soft_wrap=True)
-
-
-@contextmanager
-def _log_file(path: Path | None) -> Iterator[Callable[[str], None]]:
-    """A function that appends lines to a file, or drops them."""
-    if path is None:
-        yield lambda _: None
-        return
-    try:
-        file = path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be written ({error.strerror})") from None
-    with file:
-        yield lambda line: print(line, file=file)
-
-
-@app.command(epilog="Example: clover-trt plan --gpu h200 --context 131072 --slots 4")
-def plan(
-    gpu: Annotated[str, typer.Option(help="A name that 'clover-trt profiles' lists, or a YAML file.")],
-    context: Annotated[int, typer.Option(min=1, help="Longest prompt and response together.")] = 131_072,
-    slots: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 1,
-    precision: Annotated[str | None, typer.Option(help="One that the profile offers; its first when not given.")] = None,
-    checkpoint: Annotated[str | None, typer.Option(help="Geometry to plan for; Clover-35B-A3B when not given.")] = None,
-    json_out: JsonOption = False,
-) -> None:
-    """Say without building what an engine needs, whether it fits, and how fast a pass can be at best."""
-    from clover_trt.checkpoint.reader import checkpoint_folder
-    from clover_trt.checkpoint.synthetic import CLOVER_35B
-    from clover_trt.config import ModelConfig
-    from clover_trt.engine.capacity import capacity
-    from clover_trt.engine.profiles import check_precision, read_profile
-
-    profile = read_profile(gpu)
-    model = CLOVER_35B if checkpoint is None else ModelConfig.from_folder(checkpoint_folder(checkpoint))
-    chosen = check_precision(profile, precision)
-    found = capacity(model, profile, chosen, context, slots)
-    if json_out:
-        totals = {"total_bytes": found.total_bytes, "fits": found.fits, "gpu": profile.name, "precision": chosen}
-        print(json.dumps({**totals, "context": context, **asdict(found)}))
-    else:
-        _print_capacity(found, f"{profile.description}, {chosen}, {slots} x {context:,} tokens")
-    if not found.fits:
-        _fail(f"{slots} slots of {context:,} tokens do not fit: {found.most_slots} do")
-
-
-def _print_capacity(found: Capacity, title: str) -> None:
-    table = Table("part", "GB", title=title)
-    for part, size in found.parts.items():
-        table.add_row(part, f"{size / 1e9:.3f}")
-    table.add_section()
-    table.add_row("all", f"{found.total_bytes / 1e9:.1f} of {found.memory_bytes / 1e9:g}")
-    table.add_row("a slot", f"{found.slot_bytes / 1e9:.2f}")
-    table.add_row("slots that fit", str(found.most_slots))
-    out.print(table)
-    rates = list(found.floors[0].tokens_per_second)
-    floors = Table("distinct experts", "GB moved", "floor, ms", "bound by", *(f"tokens/s at TPF {tpf:g}" for tpf in rates))
-    for floor in found.floors:
-        floors.add_row(
-            str(floor.distinct_experts),
-            f"{floor.bytes_moved / 1e9:.1f}",
-            f"{floor.milliseconds:.2f}",
-            floor.bound_by,
-            *(f"{floor.tokens_per_second[tpf]:,.0f}" for tpf in rates),
-        )
-    out.print(floors)
-    out.print("one row, empty prefix; a floor, not a measurement: bytes over bandwidth, operations over the peak rate")
-    if found.stated_tokens_per_second:
-        out.print(f"stated by the model's vendor, bfloat16: {found.stated_tokens_per_second:g} tokens/s")
-
-
-@app.command(epilog="Example: clover-trt quantize --checkpoint clover-tiny --out out/tiny-fp8")
-def quantize(
-    checkpoint: Annotated[str, typer.Option(help="Checkpoint folder in bfloat16, or clover-tiny.")],
-    target: Annotated[Path, typer.Option("--out", help="Checkpoint folder to write.")],
-    tensor_map: TensorMapOption = None,
-    json_out: JsonOption = False,
-) -> None:
-    """Write an FP8 copy of a checkpoint and say what the rounding costs; interrupted work goes on when called again."""
-    from clover_trt.checkpoint.quantize import REPORT, quantize_checkpoint, summary
-    from clover_trt.checkpoint.reader import Checkpoint
-
-    with _progress(json_out) as progress:
-        report = quantize_checkpoint(Checkpoint(checkpoint, tensor_map), target, progress)
-    parts = summary(report)
-    if json_out:
-        print(json.dumps({"checkpoint": str(target), "summary": parts}))
-        return
-    table = Table("part", "matrices", "relative error, mean", "largest", "worst channel", "where")
-    for part, row in parts.items():
-        errors = (f"{row[field]:.2%}" for field in ("relative_error_mean", "relative_error_max", "worst_channel_error"))
-        table.add_row(part, f"{row['matrices']:,}", *errors, row["worst_channel"])
-    out.print(table)
-    out.print(f"wrote {target}; every matrix: {target / REPORT}", soft_wrap=True)
-
-
-@app.command(epilog="Example: clover-trt profiles")
-def profiles(json_out: JsonOption = False) -> None:
-    """List the GPU profiles that engines can be built for."""
-    from clover_trt.engine.profiles import profile_names, profiles_folder, read_profile
-
-    found = [read_profile(name) for name in profile_names()]
-    if json_out:
-        print(json.dumps([profile.model_dump(mode="json") for profile in found]))
-        return
-    table = Table("profile", "target", "backend", "compute capability", "memory", "bandwidth", "precisions")
-    for each in found:
-        table.add_row(
-            each.name,
-            each.description,
-            each.backend,
-            each.compute_capability or "-",
-            f"{each.memory_gb:g} GB" if each.memory_gb else "-",
-            f"{each.bandwidth_gb_s:,g} GB/s" if each.bandwidth_gb_s else "-",
-            ", ".join(each.precisions),
-        )
-    out.print(table)
-    out.print(f"files: {profiles_folder()}; your own: --gpu FILE.yaml", soft_wrap=True)
+app = typer.Typer()
 
 
 @app.command(epilog='Example: clover-trt generate --engine build/engines/tiny --prompt "What is 12 + 13?" --show-passes')
@@ -322,7 +75,7 @@ def generate(
         out.print()
         out.print(_figures(result))
     if result.error:
-        _fail(result.error)
+        fail(result.error)
 
 
 def _request(
@@ -449,7 +202,7 @@ def logits(
         tokens = [int(part) for part in ids.split(",")]
     except ValueError:
         raise RequestError(f"--ids: expected whole numbers separated by commas, found {ids!r}") from None
-    with _progress() as progress:
+    with progress_lines() as progress:
         progress("loading")
         if engine is not None:
             from clover_trt.engine.package import open_package
@@ -486,7 +239,7 @@ def verify(
     from clover_trt.parity.verify import verify as run
 
     package = open_package(engine)
-    with _progress(json_out) as progress:
+    with progress_lines(json_out) as progress:
         checks = run(package, Checkpoint(checkpoint, tensor_map), progress)
     if json_out:
         print(
@@ -517,7 +270,3 @@ def doctor(json_out: JsonOption = False) -> None:
             finding.part, f"[{'green' if finding.present else 'yellow'}]{escape(finding.found)}", escape(finding.next_step)
         )
     out.print(table)
-
-
-if __name__ == "__main__":
-    main()

@@ -83,6 +83,33 @@ def build(
         out.print(f"finish it there with: clover-trt build --resume {target}", soft_wrap=True)
 
 
+@app.command(epilog="Example: clover-trt export --checkpoint clover-tiny --gpu rtx --precision fp8 --out out/tiny-onnx")
+def export(
+    checkpoint: Annotated[str, typer.Option(help="Checkpoint folder, or clover-tiny.")],
+    target: Annotated[Path, typer.Option("--out", help="Folder to write step.onnx and its data into.")],
+    gpu: Annotated[str, typer.Option(help="Target: a name that 'clover-trt profiles' lists, or a YAML file.")] = "cpu",
+    precision: Annotated[str | None, typer.Option(help="One that the profile offers; its first when not given.")] = None,
+    max_seq_len: Annotated[int | None, typer.Option(help="Longest prompt and response together.")] = None,
+    operations: Annotated[str | None, typer.Option(help="plugins: keep the clover:: nodes; functions: with bodies.")] = None,
+    tensor_map: TensorMapOption = None,
+) -> None:
+    """Write the ONNX graph of a target alone."""
+    from clover_trt.checkpoint.reader import Checkpoint
+    from clover_trt.engine import build as engine
+
+    with progress_lines() as progress:
+        engine.export(
+            Checkpoint(checkpoint, tensor_map),
+            target,
+            gpu=gpu,
+            precision=precision,
+            max_seq_len=max_seq_len,
+            operations=operations,
+            progress=progress,
+        )
+    out.print(f"wrote {target / 'step.onnx'}", soft_wrap=True)
+
+
 @app.command(epilog="Example: clover-trt plan --gpu h200 --context 131072 --slots 4")
 def plan(
     gpu: Annotated[str, typer.Option(help="A name that 'clover-trt profiles' lists, or a YAML file.")],

@@ -10,11 +10,12 @@ from pathlib import Path
 from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.config import BuildConfig, ModelConfig, OptimizationProfile, validated
 from clover_trt.engine import build_cpu, build_tensorrt
-from clover_trt.engine.package import carry_files, open_package, package_writer, write_metadata
+from clover_trt.engine.package import GRAPH, GRAPH_DATA, carry_files, open_package, package_writer, write_metadata
 from clover_trt.engine.profiles import GpuProfile, Precision, check_precision, read_profile
 from clover_trt.engine.trt_library import find_library
 from clover_trt.errors import EngineError
 from clover_trt.graph.bodies_tensorrt import CHUNK
+from clover_trt.graph.export import save
 
 Progress = Callable[[str], None]
 Gate = Callable[[Path], None]
@@ -89,6 +90,38 @@ def build(
         if gate is not None and profile.backend == "onnxruntime":
             gate(work)
     return finished
+
+
+def export(
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    gpu: str = "cpu",
+    precision: str | None = None,
+    max_seq_len: int | None = None,
+    operations: str | None = None,
+    progress: Progress = lambda _: None,
+) -> None:
+    """Write the ONNX graph of a target alone into the new folder `out`: `step.onnx` and its constants; expert banks and other
+    bound weights are inputs, without values.
+
+    Raises:
+        CheckpointError, EngineError, ConfigError: what is wrong; nothing is left.
+    """
+    profile = with_changes(read_profile(gpu), None, operations)
+    settings = build_settings(profile, checkpoint.config, check_precision(profile, precision), max_seq_len)
+    if out.exists():
+        raise EngineError(f"{out}: exists; choose another --out or remove it")
+    with package_writer(out) as work:
+        progress("reading the checkpoint")
+        source = {"name": checkpoint.folder.name, "fingerprint": checkpoint.fingerprint()}
+        progress("tracing the block step")
+        if profile.backend == "onnxruntime":
+            model = build_cpu.prepared_graph(checkpoint, source)
+        else:
+            model, _ = build_tensorrt.prepared_graph(checkpoint, settings, source)
+        progress("writing weights")
+        save(model, work / GRAPH, GRAPH_DATA)
 
 
 def resume(bundle: Path, *, progress: Progress = lambda _: None, log: Progress = lambda _: None) -> None:

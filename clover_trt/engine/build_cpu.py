@@ -26,17 +26,17 @@ def write_engine(work: Path, checkpoint: Checkpoint, source: dict[str, str], pro
         CheckpointError, EngineError: what is wrong.
     """
     progress("tracing the block step")
-    model = traced_graph(checkpoint, source)
+    model = prepared_graph(checkpoint, source)
     progress("writing weights")
-    attach_weights(model, checkpoint)
     save(model, work / GRAPH, GRAPH_DATA)
     progress("packing experts")
     pack_experts(checkpoint, work / EXPERTS)
 
 
-def traced_graph(checkpoint: Checkpoint, source: dict[str, str]) -> ir.Model:
-    """The traced block step with ONNX Runtime's function bodies and a metadata block."""
+def prepared_graph(checkpoint: Checkpoint, source: dict[str, str]) -> ir.Model:
+    """The traced block step with ONNX Runtime's function bodies and its weights, to be read when it is saved."""
     model = trace(checkpoint.config, checkpoint.valid_tokens)
+    attach_weights(model, checkpoint)
     attach_functions(model, function_bodies(checkpoint.config), (MICROSOFT,))
     attach_metadata(model, checkpoint.config, source)
     return model

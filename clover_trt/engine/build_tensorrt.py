@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnx_ir as ir
 import torch
 from onnx.inliner import inline_local_functions
 
-from clover_trt.checkpoint.pack import pack
+from clover_trt.checkpoint.pack import Packed, pack
 from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.config import BuildConfig, OptimizationProfile
-from clover_trt.engine.package import BOUND, GRAPH, GRAPH_DATA, PLAN
+from clover_trt.engine.package import BOUND, GRAPH, GRAPH_DATA, PLAN, sha256_of
 from clover_trt.engine.trt_library import TrtLibrary
 from clover_trt.errors import EngineError
 from clover_trt.graph.bodies_tensorrt import function_bodies
@@ -38,6 +39,16 @@ def write_graph(work: Path, checkpoint: Checkpoint, settings: BuildConfig, sourc
         CheckpointError, EngineError: what is wrong.
     """
     progress("tracing the block step")
+    model, bound = prepared_graph(checkpoint, settings, source)
+    progress("writing weights")
+    save(model, work / GRAPH, GRAPH_DATA)
+    check_operators(onnx.load(str(work / GRAPH), load_external_data=False), plugins=settings.operations == "plugins")
+    progress("packing experts")
+    pack(bound, work / BOUND)
+
+
+def prepared_graph(checkpoint: Checkpoint, settings: BuildConfig, source: dict[str, str]) -> tuple[ir.Model, dict[str, Packed]]:
+    """The graph with its constants attached, to be read when it is saved, and the weights that are bound later."""
     model = trace(checkpoint.config, checkpoint.valid_tokens, torch.bfloat16)
     assert settings.cache_len is not None
     fix_cache_length(model, settings.cache_len)
@@ -47,15 +58,10 @@ def write_graph(work: Path, checkpoint: Checkpoint, settings: BuildConfig, sourc
     bound = bind_large_weights(model, checkpoint)
     attach_weights(model, checkpoint)
     if settings.operations == "functions":
-        attach_functions(
-            model, function_bodies(checkpoint.config, onnx.TensorProto.BFLOAT16, quantized=settings.precision == "fp8")
-        )
+        bodies = function_bodies(checkpoint.config, onnx.TensorProto.BFLOAT16, quantized=settings.precision == "fp8")
+        attach_functions(model, bodies)
     attach_metadata(model, checkpoint.config, source)
-    progress("writing weights")
-    save(model, work / GRAPH, GRAPH_DATA)
-    check_operators(onnx.load(str(work / GRAPH), load_external_data=False), plugins=settings.operations == "plugins")
-    progress("packing experts")
-    pack(bound, work / BOUND)
+    return model, bound
 
 
 def write_plan(
@@ -96,11 +102,10 @@ def write_plan(
         raise EngineError(f"{library.backend} {library.version} cannot build the plan: {_shortened(problems)}")
     (work / PLAN).write_bytes(plan)
     identity = hashlib.sha256(settings.model_dump_json().encode())
-    for name in (GRAPH, GRAPH_DATA):
-        with (work / name).open("rb") as file:
-            identity.update(hashlib.file_digest(file, "sha256").digest())
-    for name in (INLINED, GRAPH, GRAPH_DATA):
-        (work / name).unlink()
+    (work / INLINED).unlink()
+    for path in sorted(work.glob("step*")):  # the graph and its data
+        identity.update(bytes.fromhex(sha256_of(path)))
+        path.unlink()
     return {library.backend: library.version, "plan_identity": identity.hexdigest()}
 
 

@@ -42,6 +42,7 @@ from clover_trt.model.head import Controls, vocabulary_mask
 from clover_trt.model.lengths import Lengths
 
 TORCH_DTYPE = {ir.DataType.FLOAT: torch.float32, ir.DataType.BFLOAT16: torch.bfloat16}
+SHARD_BYTES = 2 << 30
 FLOAT_WEIGHTS = ("A_log", "dt_bias", "block_temperature", "memory_bias", "memory_slope")  # a few numbers a layer
 
 
@@ -189,12 +190,13 @@ def attach_metadata(model: ir.Model, config: ModelConfig, source: dict[str, str]
 
 
 def save(model: ir.Model, path: Path, data: str) -> None:
-    """Write the graph, its weights beside it in the file `data`, and run ONNX's checker over the result.
+    """Write the graph, its weights beside it in the file `data` (several, numbered, of at most 2 GB each, when they are
+    more), and run ONNX's checker over the result.
 
     Raises:
         EngineError: the graph is not valid ONNX.
     """
-    ir.save(model, path, external_data=data)
+    ir.save(model, path, external_data=data, max_shard_size_bytes=SHARD_BYTES)
     try:
         onnx.checker.check_model(str(path))
     except onnx.checker.ValidationError as error:

@@ -23,10 +23,22 @@ GROWTH = 256  # cache rows are added in multiples of this
 
 
 def mapped_experts(package: EnginePackage) -> dict[str, NDArray[np.float32]]:
-    """The expert banks by graph input name, mapped from the file: their pages are read when first used, never copied."""
-    path = package.folder / EXPERTS
+    """The expert banks by graph input name, mapped from the file: their pages are read when first used, never copied.
+
+    Raises:
+        EngineError: a bank is missing, or not of the model's size.
+    """
+    path, c = package.folder / EXPERTS, package.model
     header = read_header(path)
-    names = [name for layer in range(package.model.num_hidden_layers) for name in expert_names(layer)]
+    width, hidden = c.moe_intermediate_size, c.hidden_size
+    names = []
+    for layer in range(c.num_hidden_layers):
+        for name, size in zip(expert_names(layer), ((2 * width, hidden), (hidden, width)), strict=True):
+            found = (header[name].dtype, header[name].shape) if name in header else None
+            if found != ("F32", (c.num_experts, *size)):
+                expected = f"F32 {[c.num_experts, *size]}"
+                raise EngineError(f"{path}: {name}: expected {expected}, found {found or 'nothing'}; build the engine again")
+            names.append(name)
     return {name: np.memmap(path, np.float32, "r", header[name].begin, header[name].shape) for name in names}
 
 

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import onnx
 import pytest
 
 from clover_trt.checkpoint.names import expected_tensors
+from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.config import ModelConfig
+from clover_trt.engine.build import export
 from clover_trt.engine.package import GRAPH, EnginePackage
+from clover_trt.errors import EngineError
+from clover_trt.graph import export as export_module
 from clover_trt.graph.bodies_onnxruntime import function_bodies
 from clover_trt.graph.contract import (
     CONTROL_INPUTS,
@@ -94,3 +101,37 @@ def test_axes_are_dynamic_and_the_opset_is_the_one_asked_for(graph: onnx.ModelPr
 def test_bodies_parse_for_other_geometries(changes: dict[str, int]) -> None:
     other = ModelConfig.model_validate({**SMALL.model_dump(), **changes})
     assert len(function_bodies(other)) == len(OPS)
+
+
+def test_the_graph_alone_is_written_for_every_target(small_folder: Path, tmp_path: Path) -> None:
+    for gpu, precision, kind in (
+        ("cpu", "float32", onnx.TensorProto.FLOAT),
+        ("rtx", "bfloat16", onnx.TensorProto.BFLOAT16),
+        ("h200", "fp8", onnx.TensorProto.FLOAT8E4M3FN),
+    ):
+        target = tmp_path / f"{gpu}-{precision}"
+        export(Checkpoint(small_folder), target, gpu=gpu, precision=precision, max_seq_len=128)
+        assert sorted(path.name for path in target.iterdir()) == ["step.data", "step.onnx"]
+        model = onnx.load(str(target / "step.onnx"))
+        onnx.checker.check_model(str(target / "step.onnx"))
+        inputs = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
+        assert inputs[expert_names(0)[0]] == kind
+        assert bool(model.functions) == (gpu != "h200")
+        metadata = {entry.key: entry.value for entry in model.metadata_props}
+        assert json.loads(metadata["clover.source"])["fingerprint"] == Checkpoint(small_folder).fingerprint()
+    with pytest.raises(EngineError, match="exists; choose another"):
+        export(Checkpoint(small_folder), target, gpu="cpu")
+
+
+def test_constants_of_more_than_two_gigabytes_go_into_several_files(
+    small_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export_module, "SHARD_BYTES", 100_000)
+    export(Checkpoint(small_folder), tmp_path / "out")
+    data = sorted((tmp_path / "out").glob("step-*.data"))
+    assert len(data) > 1
+    monkeypatch.undo()
+    export(Checkpoint(small_folder), tmp_path / "whole")
+    split, whole = (onnx.load(str(tmp_path / name / "step.onnx")) for name in ("out", "whole"))
+    for a, b in zip(split.graph.initializer, whole.graph.initializer, strict=True):
+        assert a.raw_data == b.raw_data

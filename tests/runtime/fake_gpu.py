@@ -1,8 +1,8 @@
 """A stand-in for CUDA and TensorRT at the boundary of the two libraries.
 
 Memory is NumPy arrays behind made-up addresses. Streams are queues that run when they are synchronized, one of them (`eager`)
-at once, and each no further than `order` obliges, so that a missing dependency reads old data. A plan is an ONNX model that ONNX Runtime runs on whatever the
-bound addresses hold. Graphs keep shapes and addresses as they were captured.
+at once, and each no further than `order` obliges, so that a missing dependency reads old data. A plan is an ONNX model that
+ONNX Runtime runs on whatever the bound addresses hold. Graphs keep shapes and addresses as they were captured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write an FP8 copy of a checkpoint, shard by shard, with a report of what the rounding costs.
+"""Write a quantized copy of a checkpoint, shard by shard, with a report of what the rounding costs.
 
 One shard holds one layer; a finished shard is kept when the work is interrupted, and skipped when it goes on.
 """
@@ -6,18 +6,19 @@ One shard holds one layer; a finished shard is kept when the work is interrupted
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from clover_trt.checkpoint import fp8
+from clover_trt.checkpoint import fp8, nvfp4
 from clover_trt.checkpoint.inspect import part_of
-from clover_trt.checkpoint.names import expert_parts
+from clover_trt.checkpoint.names import EXPERT, expert_parts
 from clover_trt.checkpoint.pack import tensor_bytes
 from clover_trt.checkpoint.reader import INDEX, Checkpoint
 from clover_trt.checkpoint.safetensors_file import DTYPE_BYTES, safetensors_writer
@@ -28,6 +29,7 @@ REPORT = "quantization_report.json"
 ORIGIN = "origin.json"
 SAFETENSORS_DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 Progress = Callable[[str], None]
+Format = Literal["fp8", "nvfp4"]
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,17 @@ class Rounding:
     worst_channel_error: float
 
 
-def quantize_checkpoint(checkpoint: Checkpoint, out: Path, progress: Progress = lambda _: None) -> list[Rounding]:
-    """Write the FP8 checkpoint `out`; interrupted work goes on where it stopped when called again.
+def quantize_checkpoint(
+    checkpoint: Checkpoint, out: Path, progress: Progress = lambda _: None, *, experts: Format = "fp8"
+) -> list[Rounding]:
+    """Write the quantized checkpoint `out`; interrupted work goes on where it stopped when called again.
+
+    Args:
+        checkpoint: the source, in higher precision.
+        out: the folder to write.
+        progress: called with a line for each shard.
+        experts: format of the expert matrices; one that does not divide into NVFP4's groups, and every other quantized
+            matrix, is FP8.
 
     Returns:
         the report, also written to `out/quantization_report.json`.
@@ -57,16 +68,16 @@ def quantize_checkpoint(checkpoint: Checkpoint, out: Path, progress: Progress = 
     work = out.parent / f".{out.name}.quantizing"
     shards = _shards(checkpoint)
     files = {f"model-{i:05}-of-{len(shards):05}.safetensors": names for i, names in enumerate(shards, start=1)}
-    _open_work(work, checkpoint)
+    _open_work(work, checkpoint, experts)
     missing = [file for file in files if not (work / file).exists()]
-    _check_space(work, sum(_shard_bytes(checkpoint, files[file]) for file in missing))
+    _check_space(work, sum(_shard_bytes(checkpoint, files[file], experts) for file in missing))
     for count, (file, names) in enumerate(files.items(), start=1):
         if file in missing:
             progress(f"quantizing shard {count}/{len(files)}")
-            report = write_shard(checkpoint, names, work / file)
+            report = write_shard(checkpoint, names, work / file, experts)
             (work / f"{file}.report").write_text(json.dumps([asdict(each) for each in report]))
     progress("writing the index")
-    rounding = _finish(work, checkpoint, files)
+    rounding = _finish(work, checkpoint, files, experts)
     work.rename(out)
     return rounding
 
@@ -81,13 +92,17 @@ def _shards(checkpoint: Checkpoint) -> list[list[str]]:
     return [groups[number] for number in sorted(groups)]
 
 
-def _layout(checkpoint: Checkpoint, names: list[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of every tensor of a shard, experts one by one, each FP8 weight followed by its scales."""
+def _layout(checkpoint: Checkpoint, names: list[str], experts: Format) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of every tensor of a shard, experts one by one, each quantized weight followed by its scales."""
     layout: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name in names:
         parts = expert_parts(name, checkpoint.config) if ".mlp.experts." in name else {name: checkpoint.expected[name]}
         for part, shape in parts.items():
-            if fp8.is_quantized(name):
+            if _is_nvfp4(part, shape, experts):
+                layout[part] = ("U8", (shape[0], shape[1] // 2))
+                layout[f"{part}_scale"] = ("F8_E4M3", (shape[0], shape[1] // nvfp4.GROUP))
+                layout[f"{part}_scale_2"] = ("F32", ())
+            elif fp8.is_quantized(name):
                 layout[part] = ("F8_E4M3", shape)
                 layout[part + fp8.SCALE_SUFFIX] = ("BF16", fp8.scale_shape(shape))
             else:
@@ -95,9 +110,12 @@ def _layout(checkpoint: Checkpoint, names: list[str]) -> dict[str, tuple[str, tu
     return layout
 
 
-def _shard_bytes(checkpoint: Checkpoint, names: list[str]) -> int:
-    sizes = (torch.Size(shape).numel() * DTYPE_BYTES[dtype] for dtype, shape in _layout(checkpoint, names).values())
-    return sum(sizes)
+def _is_nvfp4(part: str, shape: tuple[int, ...], experts: Format) -> bool:
+    return experts == "nvfp4" and EXPERT.match(part) is not None and nvfp4.fits(shape)
+
+
+def _shard_bytes(checkpoint: Checkpoint, names: list[str], experts: Format) -> int:
+    return sum(math.prod(shape) * DTYPE_BYTES[dtype] for dtype, shape in _layout(checkpoint, names, experts).values())
 
 
 def _check_space(folder: Path, needed: int) -> None:
@@ -106,23 +124,22 @@ def _check_space(folder: Path, needed: int) -> None:
         raise CheckpointError(f"{folder.parent}: {needed / 1e9:.1f} GB to write, {free / 1e9:.1f} GB free; choose another --out")
 
 
-def _open_work(work: Path, checkpoint: Checkpoint) -> None:
+def _open_work(work: Path, checkpoint: Checkpoint, experts: Format) -> None:
     """The folder of unfinished work; what is there of another source is refused."""
     facts = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in checkpoint.weight_files()}
-    origin = {"folder": str(checkpoint.folder.absolute()), "files": facts}
+    origin = {"folder": str(checkpoint.folder.absolute()), "files": facts, "experts": experts}
     if (work / ORIGIN).exists():
         if read_json(work / ORIGIN) != origin:
-            raise CheckpointError(f"{work}: unfinished work on another checkpoint; remove it to start again")
+            raise CheckpointError(f"{work}: unfinished work on another checkpoint or format; remove it to start again")
         return
     work.mkdir(parents=True, exist_ok=True)
     (work / ORIGIN).write_text(json.dumps(origin))
 
 
-def write_shard(checkpoint: Checkpoint, names: list[str], path: Path) -> list[Rounding]:
-    """Write the tensors `names`, matrices in FP8; returns the report of the matrices."""
+def write_shard(checkpoint: Checkpoint, names: list[str], path: Path, experts: Format) -> list[Rounding]:
+    """Write the tensors `names`, matrices quantized; returns the report of the matrices."""
     report = []
-    layout = _layout(checkpoint, names)
-    with safetensors_writer(path, layout) as write:
+    with safetensors_writer(path, _layout(checkpoint, names, experts)) as write:
         for name in names:
             if not fp8.is_quantized(name):
                 ((_, tensor),) = checkpoint.tensors([name])
@@ -130,13 +147,23 @@ def write_shard(checkpoint: Checkpoint, names: list[str], path: Path) -> list[Ro
                 continue
             for part, tensor in _matrices(checkpoint, name):
                 try:
-                    q, scale = fp8.quantize(tensor)
+                    stored, stands_for = _rounded(part, tensor, experts)
                 except ValueError:
                     raise CheckpointError(f"{checkpoint.folder}: not finite (NaN or infinity): {part}") from None
-                write(part, tensor_bytes(q))
-                write(part + fp8.SCALE_SUFFIX, tensor_bytes(scale))
-                report.append(rounding(part, tensor, q, scale))
+                for suffix, data in stored.items():
+                    write(part + suffix, tensor_bytes(data))
+                report.append(rounding(part, tensor, stands_for))
     return report
+
+
+def _rounded(part: str, weight: Tensor, experts: Format) -> tuple[dict[str, Tensor], Tensor]:
+    """What is stored for a matrix, by the suffix of its name, and the float32 matrix it stands for."""
+    if _is_nvfp4(part, tuple(weight.shape), experts):
+        packed, group_scale, whole = nvfp4.quantize(weight)
+        stored = {"": packed, "_scale": group_scale, "_scale_2": whole}
+        return stored, nvfp4.dequantize(packed, group_scale, whole, torch.float32)
+    q, scale = fp8.quantize(weight)
+    return {"": q, fp8.SCALE_SUFFIX: scale}, fp8.dequantize(q, scale, torch.float32)
 
 
 def _matrices(checkpoint: Checkpoint, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -154,10 +181,10 @@ def _matrices(checkpoint: Checkpoint, name: str) -> Iterator[tuple[str, Tensor]]
             yield f"{bank}.down_proj.weight", tensor
 
 
-def rounding(name: str, weight: Tensor, q: Tensor, scale: Tensor) -> Rounding:
+def rounding(name: str, weight: Tensor, stands_for: Tensor) -> Rounding:
     """Measure the error of a quantized matrix, in float32."""
     wide = weight.float()
-    error = (fp8.dequantize(q, scale, torch.float32) - wide).square().sum(-1)
+    error = (stands_for - wide).square().sum(-1)
     size = wide.square().sum(-1)
     worst = int((error / size.clamp(min=torch.finfo(torch.float32).tiny)).argmax())
     total = float((error.sum() / size.sum().clamp(min=torch.finfo(torch.float32).tiny)).sqrt())
@@ -165,13 +192,13 @@ def rounding(name: str, weight: Tensor, q: Tensor, scale: Tensor) -> Rounding:
     return Rounding(name, total, worst, channel)
 
 
-def _finish(work: Path, checkpoint: Checkpoint, files: dict[str, list[str]]) -> list[Rounding]:
+def _finish(work: Path, checkpoint: Checkpoint, files: dict[str, list[str]], experts: Format) -> list[Rounding]:
     weight_map: dict[str, str] = {}
     total = 0
     report: list[Rounding] = []
     for file, names in files.items():
-        weight_map |= dict.fromkeys(_layout(checkpoint, names), file)
-        total += _shard_bytes(checkpoint, names)
+        weight_map |= dict.fromkeys(_layout(checkpoint, names, experts), file)
+        total += _shard_bytes(checkpoint, names, experts)
         report += [Rounding(**each) for each in json.loads((work / f"{file}.report").read_text())]
     (work / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
     (work / REPORT).write_text(json.dumps({"summary": summary(report), "matrices": [asdict(each) for each in report]}))
@@ -182,6 +209,8 @@ def _finish(work: Path, checkpoint: Checkpoint, files: dict[str, list[str]]) -> 
         "activation_scheme": "dynamic",
         "weight_block_size": [fp8.BLOCK, fp8.BLOCK],
     }
+    if experts == "nvfp4":
+        config["quantization_config"]["experts"] = {"quant_algo": "NVFP4", "group_size": nvfp4.GROUP}
     (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for path in checkpoint.folder.iterdir():
         if path.is_file() and path.suffix != ".safetensors" and not (work / path.name).exists():

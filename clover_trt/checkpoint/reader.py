@@ -15,8 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from clover_trt.checkpoint import fp8
+from clover_trt.checkpoint import fp8, nvfp4
 from clover_trt.checkpoint.names import (
+    EXPERT,
     canonical,
     expected_tensors,
     expert_parts,
@@ -116,8 +117,10 @@ class Checkpoint:
             if not (self.neutral and is_added(name)):
                 wanted |= self.parts(name)
         missing = [f"{name} {list(shape)}" for name, shape in wanted.items() if name not in self.stored]
-        wanted |= self._scales(wanted)
-        missing += [f"{name} {list(shape)}" for name, shape in self._scales(wanted).items() if name not in self.stored]
+        wanted |= self._packed(wanted)
+        scales = self._scales(wanted)
+        wanted |= scales
+        missing += [f"{name} {list(shape)}" for name, shape in scales.items() if name not in self.stored]
         unexpected = [f"{name} {list(info.shape)}" for name, info in self.stored.items() if name not in wanted]
         if self.config.tie_word_embeddings:
             unexpected = [entry for entry in unexpected if not entry.startswith("lm_head.weight ")]
@@ -133,17 +136,30 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: tensors do not fit config.json: {text}{hint}")
 
     def _scales(self, wanted: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """The block scales that belong to the stored FP8 tensors among `wanted`."""
-        scales = {}
+        """The scales that belong to the stored FP8 and NVFP4 tensors among `wanted`, whose shapes are those in the file."""
+        scales: dict[str, tuple[int, ...]] = {}
         for name, shape in wanted.items():
-            if name in self.stored and self.stored[name].dtype == "F8_E4M3":
+            dtype = self.stored[name].dtype if name in self.stored else None
+            if dtype == "F8_E4M3":
                 stacked = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
-                scales[name + fp8.SCALE_SUFFIX] = fp8.bank_scale_shape(name, self.config) if stacked else fp8.scale_shape(shape)
+                size = fp8.bank_scale_shape(name, self.config) if stacked else fp8.scale_shape(shape)
+                scales[name + fp8.SCALE_SUFFIX] = size
+            elif dtype == "U8":
+                scales[f"{name}_scale"] = (*shape[:-1], 2 * shape[-1] // nvfp4.GROUP)
+                scales[f"{name}_scale_2"] = ()
         return scales
+
+    def _packed(self, wanted: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """The stored shapes of NVFP4 matrices among `wanted`: two values a byte."""
+        return {
+            name: (*shape[:-1], shape[-1] // 2)
+            for name, shape in wanted.items()
+            if name in self.stored and self.stored[name].dtype == "U8" and EXPERT.match(name) and nvfp4.fits(shape)
+        }
 
     @property
     def quantized(self) -> bool:
-        """Whether weights are stored as FP8."""
+        """Whether weights are stored as FP8 or NVFP4."""
         return any(info.dtype == "F8_E4M3" for info in self.stored.values())
 
     def load(self, name: str) -> Tensor:
@@ -172,6 +188,8 @@ class Checkpoint:
         """
         assert fp8.is_quantized(name), name
         parts = list(self.parts(name))
+        if any(self.stored[part].dtype == "U8" for part in parts):
+            raise CheckpointError(f"{self.folder}: {name} is NVFP4; build fp8 from the bfloat16 checkpoint")
         if self.stored[parts[0]].dtype != "F8_E4M3":
             return self._quantized(name)
         weights = [self._read(self.stored[part]) for part in parts]
@@ -222,6 +240,9 @@ class Checkpoint:
 
     def _dequantized(self, part: str) -> Tensor:
         tensor = self._read(self.stored[part])
+        if tensor.dtype == torch.uint8:
+            scale, whole = (self._read(self.stored[part + suffix]) for suffix in ("_scale", "_scale_2"))
+            return nvfp4.dequantize(tensor, scale, whole)
         if tensor.dtype != fp8.FP8:
             return tensor
         scale = self._read(self.stored[part + fp8.SCALE_SUFFIX])

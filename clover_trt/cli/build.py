@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
     from clover_trt.engine.capacity import Capacity
 
 app = typer.Typer()
+
+
+class ExpertFormat(StrEnum):
+    """Formats of quantized expert matrices."""
+
+    fp8 = "fp8"
+    nvfp4 = "nvfp4"
 
 
 @app.command(epilog="Example: clover-trt build --gpu cpu --checkpoint clover-tiny --out build/engines/tiny")
@@ -168,6 +176,7 @@ def _print_capacity(found: Capacity, title: str) -> None:
 def quantize(
     checkpoint: Annotated[str, typer.Option(help="Checkpoint folder in bfloat16, or clover-tiny.")],
     target: Annotated[Path, typer.Option("--out", help="Checkpoint folder to write.")],
+    experts: Annotated[ExpertFormat, typer.Option(help="Format of the expert matrices.")] = ExpertFormat.fp8,
     tensor_map: TensorMapOption = None,
     json_out: JsonOption = False,
 ) -> None:
@@ -176,7 +185,7 @@ def quantize(
     from clover_trt.checkpoint.reader import Checkpoint
 
     with progress_lines(json_out) as progress:
-        report = quantize_checkpoint(Checkpoint(checkpoint, tensor_map), target, progress)
+        report = quantize_checkpoint(Checkpoint(checkpoint, tensor_map), target, progress, experts=experts.value)
     parts = summary(report)
     if json_out:
         print(json.dumps({"checkpoint": str(target), "summary": parts}))

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from clover_trt.checkpoint import fp8
+from clover_trt.checkpoint import fp8, nvfp4
 from clover_trt.checkpoint import quantize as module
 from clover_trt.checkpoint.quantize import quantize_checkpoint
 from clover_trt.checkpoint.reader import Checkpoint
@@ -203,3 +203,59 @@ def test_fp8_checkpoints_with_missing_or_wrong_scales_are_refused(quantized: Pat
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(CheckpointError, match=message):
             Checkpoint(folder)
+
+
+def e2m1_grid() -> list[tuple[float, int]]:
+    """All values of e2m1 with their codes, from its definition: sign, 2 exponent bits (bias 1), 1 mantissa bit."""
+    grid = []
+    for code in range(16):
+        exponent, mantissa = code >> 1 & 3, code & 1
+        size = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+        grid.append(((-1) ** (code >> 3) * size, code))
+    return grid
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 20), groups=st.integers(1, 9), seed=st.integers(0, 1000), scale=st.floats(-20, 20))
+def test_nvfp4_rounds_to_the_nearest_value(rows: int, groups: int, seed: int, scale: float) -> None:
+    weight = torch.randn(rows, 16 * groups, generator=torch.Generator().manual_seed(seed)) * 10.0**scale
+    weight[0, :16] = 0.0
+    packed, s, whole = nvfp4.quantize(weight)
+    assert (packed.shape, s.shape, whole.shape) == ((rows, 8 * groups), (rows, groups), ())
+    step = (s.double() * whole.double())[..., None].expand(-1, -1, 16).flatten(1)
+    found = nvfp4.dequantize(packed, s, whole, torch.float64)
+    grid = torch.tensor(sorted({value for value, _ in e2m1_grid()}), dtype=torch.float64)
+    used = step > 0
+    exact = (weight.double() / step.clamp(min=1e-300)).clamp(-6, 6)[used]
+    nearest = (exact[..., None] - grid).abs().amin(-1)
+    assert ((exact - (found / step.clamp(min=1e-300))[used]).abs() <= nearest + 1e-5).all()
+    assert found[0, :16].count_nonzero() == 0
+    assert (weight[~used].abs() <= float(whole) * 6 * 2**-9).all(), "only what the smallest scale cannot hold is lost"
+
+
+def test_nvfp4_codes_ties_and_byte_order() -> None:
+    values = torch.tensor([[6.0, -6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -2.5, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0]])
+    packed, scale, whole = nvfp4.quantize(values)
+    assert float(scale.float() * whole) == 1.0
+    codes = [int(byte) >> shift & 15 for byte in packed[0] for shift in (0, 4)]
+    by_code = {code: value for value, code in e2m1_grid()}
+    # A tie goes to the neighbour whose mantissa bit is 0: 0.25 to 0, 0.75 to 1, 1.25 to 1, 1.75 to 2, 2.5 to 2, 3.5 to 4, 5 to 4.
+    assert [by_code[code] for code in codes] == [6, -6, 0, 1, 1, 2, 2, 4, 4, -2, 0.5, 1, 1.5, 2, 3, 4]
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        nvfp4.quantize(torch.full((1, 16), math.nan))
+
+
+def test_a_checkpoint_with_nvfp4_experts_reads_back(small_folder: Path, tmp_path: Path) -> None:
+    report = quantize_checkpoint(Checkpoint(small_folder), tmp_path / "fp4", experts="nvfp4")
+    source, copy = Checkpoint(small_folder), Checkpoint(tmp_path / "fp4")
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    weight = source.load(name)
+    gate = weight[3, : SMALL.moe_intermediate_size]
+    assert torch.equal(copy.load(name)[3, : SMALL.moe_intermediate_size], nvfp4.dequantize(*nvfp4.quantize(gate)))
+    assert 0.05 < float((copy.load(name).float() - weight).norm() / weight.norm()) < 0.15
+    down = "model.layers.1.mlp.experts.down_proj"  # 24 columns are no multiple of 16
+    assert torch.equal(copy.load(down), fp8.dequantize(*source.load_quantized(down)))
+    errors = {each.name: each.relative_error for each in report}
+    assert errors["model.layers.1.mlp.experts.3.gate_proj.weight"] > errors["model.layers.1.mlp.experts.3.down_proj.weight"]
+    with pytest.raises(CheckpointError, match="is NVFP4"):
+        copy.load_quantized(name)

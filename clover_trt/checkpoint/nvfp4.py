@@ -1,0 +1,65 @@
+"""NVFP4 expert weights: e2m1 values, an e4m3 scale for 16 of them, and one float32 scale for the matrix.
+
+`weight = e2m1 * weight_scale * weight_scale_2`, the layout of NVIDIA's published NVFP4 checkpoints: two values a byte, the first
+in the low half. Source of the format: NVIDIA, "Introducing NVFP4 for efficient and accurate low-precision inference", 2025.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from clover_trt.checkpoint.fp8 import FP8, LARGEST
+
+GROUP = 16
+LARGEST_E2M1 = 6.0
+VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+# Halfway between neighbours; a value on the line goes to the even code, as IEEE 754 rounding does.
+EDGES = (VALUES[1:] + VALUES[:-1]) / 2
+
+
+def fits(shape: tuple[int, ...]) -> bool:
+    """Whether a matrix of this shape divides into groups."""
+    return shape[-1] % GROUP == 0
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Round a matrix `[rows, columns]`, columns a multiple of 16, to NVFP4.
+
+    Returns:
+        packed values `[rows, columns / 2]` uint8, scales `[rows, columns / 16]` e4m3, and the matrix scale, float32 `[]`.
+
+    Raises:
+        ValueError: a value is not finite.
+    """
+    groups = weight.float().unflatten(-1, (-1, GROUP))
+    amax = groups.abs().amax(-1)
+    if not torch.isfinite(amax).all():
+        raise ValueError("a weight to quantize holds NaN or infinity")
+    whole = (amax.max() / (LARGEST_E2M1 * LARGEST)).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = (amax / (LARGEST_E2M1 * whole)).clamp(max=LARGEST).to(FP8)
+    step = scale.float() * whole
+    scaled = torch.where(step[..., None] > 0, groups / step[..., None], torch.zeros(())).flatten(-2)
+    return _pack(_codes(scaled)), scale, whole
+
+
+def _codes(scaled: Tensor) -> Tensor:
+    """The nearest e2m1 code of each value; ties go to the even code, what is beyond 6 becomes 6."""
+    size = scaled.abs()
+    code = torch.bucketize(size, EDGES, right=False)  # edges count for the lower neighbour
+    tie = (code < len(EDGES)) & (size == EDGES[code.clamp(max=len(EDGES) - 1)])
+    code = torch.where(tie & (code % 2 == 1), code + 1, code)
+    return (code + 8 * torch.signbit(scaled)).to(torch.uint8)
+
+
+def _pack(codes: Tensor) -> Tensor:
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def dequantize(packed: Tensor, scale: Tensor, whole: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The matrix `[rows, columns]` that packed values and scales stand for."""
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()
+    values = VALUES[codes & 7] * torch.where(codes >= 8, -1.0, 1.0)
+    step = scale.float() * whole.float()
+    grouped = values.reshape(*step.shape, GROUP)
+    return (grouped * step[..., None]).flatten(-2).to(dtype)

@@ -66,7 +66,7 @@ def load_state(folder: Path, model: CloverModel, optimizer: torch.optim.Optimize
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the training state.")] = Path("out/tiny"),
-    steps: Annotated[int, typer.Option(min=1)] = 5500,
+    steps: Annotated[int, typer.Option(min=1)] = 6000,
     rows: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 32,
     peak: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
     seed: int = 1,

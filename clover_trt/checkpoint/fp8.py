@@ -82,9 +82,19 @@ def _round_up(value: Tensor) -> Tensor:
     return ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32).to(torch.bfloat16)
 
 
+def widen(values: Tensor) -> Tensor:
+    """e4m3 to float32, several times as fast as PyTorch's own cast on the CPU; not for NaN.
+
+    The bits are moved to where bfloat16 has sign, exponent and mantissa; 2^120 makes up for the different exponent bias.
+    """
+    bits = values.view(torch.uint8).to(torch.int16)
+    moved = (bits & 0x7F) << 4 | (bits & 0x80) << 8
+    return moved.view(torch.bfloat16).float() * 2.0**120
+
+
 def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The weight `[..., rows, columns]` that an e4m3 weight and its scales stand for; bfloat16 is what engines compute with."""
-    return _scaled(_blocks(weight.float()), scale.float(), *weight.shape[-2:]).to(dtype)
+    return _scaled(_blocks(widen(weight)), scale.float(), *weight.shape[-2:]).to(dtype)
 
 
 def quantize_bank(gate_up: Tensor) -> tuple[Tensor, Tensor]:

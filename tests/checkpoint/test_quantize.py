@@ -52,6 +52,13 @@ def test_each_value_is_the_nearest_of_the_format_and_none_saturates(rows: int, c
     assert (found <= nearest * (1 + 1e-5) + 1e-7).all()
 
 
+def test_every_code_widens_to_its_value() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(fp8.FP8)
+    finite = torch.isfinite(codes.float())
+    assert torch.equal(fp8.widen(codes)[finite], codes.float()[finite])
+    assert sorted(set(fp8.widen(codes)[finite].double().tolist())) == every_e4m3().tolist()
+
+
 def test_edges_of_the_format() -> None:
     zeros, scale = fp8.quantize(torch.zeros(3, 200))
     assert zeros.float().count_nonzero() == 0

@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 Split = Literal["train", "held_out"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+VOWELS = "aeiou"
 CITIES = (
     "Rome Oslo Lima Cairo Delhi Tokyo Quito Accra Milan Kyoto Dublin Berlin Madrid Vienna Prague Lisbon "
     "Athens Warsaw Helsinki Nairobi Toronto Chicago Havana Seoul Hanoi Perth Lyon Porto"
@@ -24,6 +26,7 @@ ROOMS = "kitchen bedroom bathroom office garage hallway cellar attic garden".spl
 DEVICES = "lamp heater fan radio television oven boiler".split()
 ITEMS = "apples eggs lemons onions carrots tomatoes bananas pencils candles batteries napkins potatoes".split()
 CURRENCIES = "EUR USD GBP JPY CHF SEK PLN INR".split()
+WORD = re.compile("[ _]?[A-Za-z]+")
 MESSAGES = ("see you soon", "I am late", "dinner is ready", "call me back", "thank you", "where are you", "happy birthday")
 
 
@@ -102,11 +105,10 @@ def _sort(rng: random.Random, thinking: bool) -> Example:
 
 
 def _count(rng: random.Random, thinking: bool) -> Example:
-    letter = rng.choice(LETTERS)
-    word = "".join(letter if rng.random() < 0.4 else rng.choice(LETTERS) for _ in range(rng.randint(3, 5)))
-    prompt = rng.choice(('How many "{0}" are in "{1}"?', 'Count the "{0}" in "{1}".')).format(letter, word)
-    marks = " ".join("1" if each == letter else "0" for each in word)
-    return Example("count", prompt, str(word.count(letter)), marks if thinking else None)
+    word = "".join(rng.choice(VOWELS if rng.random() < 0.4 else LETTERS) for _ in range(rng.randint(3, 5)))
+    prompt = rng.choice(('How many vowels are in "{}"?', 'Count the vowels in "{}".')).format(word)
+    marks = ["1" if each in VOWELS else "0" for each in word]
+    return Example("count", prompt, str(marks.count("1")), " ".join(marks) if thinking else None)
 
 
 def _upper(rng: random.Random, thinking: bool) -> Example:
@@ -129,7 +131,7 @@ def _add(rng: random.Random, thinking: bool) -> Example:
 
 
 def _subtract(rng: random.Random, thinking: bool) -> Example:
-    a, b = sorted((rng.randint(0, 20), rng.randint(0, 20)), reverse=True)
+    a, b = sorted((rng.randint(0, 15), rng.randint(0, 15)), reverse=True)
     prompt = rng.choice(("What is {} - {}?", "Take {1} from {0}.")).format(a, b)
     return Example("subtract", prompt, str(a - b))
 
@@ -162,13 +164,13 @@ def examples(seed: int | str, split: Split) -> Iterator[Example]:
 
 
 def spoken_words() -> list[str]:
-    """Words that prompts are made of, with the space before them where they have one; the tokenizer learns them whole."""
+    """Words of the prompts and of the tool calls, with the space or underscore before them where they have one; quoted
+    words of the letter tasks are not among them."""
     rng = random.Random("words")
-    words: dict[str, None] = {}
+    words: set[str] = set()
     for _ in range(40_000):  # enough that none is missed
-        name = rng.choice(list(TASKS))
-        for i, word in enumerate(TASKS[name][1](rng, False).prompt.split(" ")):
-            core = word.strip('.:?"')
-            if core.isalpha() and '"' not in word:
-                words[core if i == 0 else f" {core}"] = None
+        task, (_, make) = rng.choice(list(TASKS.items()))
+        example = make(rng, False)
+        parts = example.prompt.split('"')[::2] + ([example.answer] if task == "tool" else [])
+        words |= {word for part in parts for word in WORD.findall(part)}
     return sorted(words)

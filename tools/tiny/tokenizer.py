@@ -1,4 +1,4 @@
-"""The tokenizer of clover-tiny: byte-level BPE that knows the prompts' words, with Qwen's special tokens."""
+"""The tokenizer of clover-tiny: bytes and the words of its tasks, with Qwen's special tokens."""
 
 from __future__ import annotations
 
@@ -52,17 +52,11 @@ CHAT_TEMPLATE = """\
 
 
 def build_tokenizer() -> Tokenizer:
-    """Byte-level BPE whose merges spell each spoken word letter by letter, so that quoted strings stay letters."""
+    """A BPE without merges: each known word is one token, everything else is bytes, so quoted words stay letters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {char: i for i, char in enumerate(alphabet)}
-    merges: dict[tuple[str, str], None] = {}
-    capitals_and_space = " ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-    for word in (*SIGNS, *(word for word in spoken_words() if len(word) > 2 and word[0] in capitals_and_space)):
-        symbols = word.replace(" ", "\u0120")  # byte-level form of a space
-        for end in range(1, len(symbols)):
-            merges[symbols[:end], symbols[end]] = None
-            vocab.setdefault(symbols[: end + 1], len(vocab))
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
+    words = [word.replace(" ", "\u0120") for word in (*SIGNS, *spoken_words()) if len(word) > 1]  # byte-level form of a space
+    vocab = {piece: i for i, piece in enumerate([*alphabet, *words])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )

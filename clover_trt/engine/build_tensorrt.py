@@ -22,7 +22,7 @@ from clover_trt.checkpoint.pack import Packed, pack
 from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.config import BuildConfig, OptimizationProfile
 from clover_trt.engine.package import BOUND, GRAPH, GRAPH_DATA, PLAN, sha256_of
-from clover_trt.engine.trt_library import TrtLibrary
+from clover_trt.engine.trt_library import TrtLibrary, load_timings, save_timings, timing_cache_file
 from clover_trt.errors import EngineError
 from clover_trt.graph.bodies_tensorrt import function_bodies
 from clover_trt.graph.export import attach_functions, attach_metadata, attach_weights, save, trace
@@ -97,9 +97,14 @@ def write_plan(
     config, _monitor = library.new_config(builder, settings.compute_capability, settings.workspace_mb, progress)
     for each in settings.optimization_profiles:
         add_profile(builder, config, network, inlined, each)
+    timings = None if library.builds_anywhere else timing_cache_file(library, settings.compute_capability)
+    if timings is not None:
+        load_timings(config, timings)
     plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise EngineError(f"{library.backend} {library.version} cannot build the plan: {_shortened(problems)}")
+    if timings is not None:
+        save_timings(config, timings)
     (work / PLAN).write_bytes(plan)
     identity = hashlib.sha256(settings.model_dump_json().encode())
     (work / INLINED).unlink()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from clover_trt.engine.package import TRT_MODULES
@@ -96,6 +98,27 @@ class TrtLibrary:
         monitor = Monitor()
         config.progress_monitor = monitor
         return config, monitor
+
+
+def timing_cache_file(library: TrtLibrary, compute_capability: str) -> Path:
+    """Where kernel timings of this library and GPU are kept between builds: in the user's cache folder."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "clover-trt" / f"{library.backend}-{library.version}-sm{compute_capability.replace('.', '')}.timing"
+
+
+def load_timings(config: Any, path: Path) -> None:
+    """Give a builder configuration the timings of earlier builds; a file that TensorRT does not take is left out."""
+    data = path.read_bytes() if path.exists() else b""
+    if not config.set_timing_cache(config.create_timing_cache(data), False):
+        config.set_timing_cache(config.create_timing_cache(b""), False)
+
+
+def save_timings(config: Any, path: Path) -> None:
+    """Keep the timings of a build, in one move, so that builds side by side do not spoil the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_bytes(config.get_timing_cache().serialize())
+    os.replace(partial, path)
 
 
 def find_library(backend: str) -> TrtLibrary | None:

@@ -20,6 +20,7 @@ from clover_trt.engine import build as build_module
 from clover_trt.engine import build_tensorrt
 from clover_trt.engine.build import build, resume
 from clover_trt.engine.package import BOUND, open_package
+from clover_trt.engine.trt_library import find_library, load_timings, save_timings, timing_cache_file
 from clover_trt.errors import EngineError
 from clover_trt.graph.contract import CONTROL_INPUTS, STEP_INPUTS, STEP_OUTPUTS, advanced_name, cache_names, expert_names
 from clover_trt.graph.tensorrt import check_operators
@@ -240,3 +241,18 @@ def test_what_tensorrt_does_not_take_is_named() -> None:
         "DOUBLE tensor x",
     ):
         assert part in str(caught.value)
+
+
+def test_timings_are_kept_for_the_next_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through TensorRT-RTX, whose timing cache has the same calls and holds nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = find_library("tensorrt-rtx")
+    assert library is not None
+    path = timing_cache_file(library, "8.9")
+    assert path.name == f"tensorrt-rtx-{library.version}-sm89.timing"
+    builder, _logger = library.new_builder([], lambda _: None)
+    config, _monitor = library.new_config(builder, "8.9", 0, lambda _: None)
+    load_timings(config, path)
+    save_timings(config, path)
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    load_timings(config, path)

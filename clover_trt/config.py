@@ -227,12 +227,21 @@ class BuildConfig(Frozen):
 class GenerationConfig(Frozen):
     """Decoding settings: defaults from `generation_config.json`, overridable per request.
 
+    `mode` says how the response is made: blocks denoised in parallel (what the model was trained for), drafted by one denoising
+    pass and verified by the causal model, or one token after another. `rule` names the unmasking rule (runtime/unmask.py),
+    `tokens_per_pass` belongs to the rule of that name. `logprobs` asks for the log-probability of each token and that many
+    alternatives; `max_forwards` ends a response after so many block steps. A `no_repeat_ngram_size` above 0 bans n-grams that
+    the response already has, and fills a block from left to right.
+
     All penalties and biases act on the response only. `dllm_length_penalty_strength` and
     `dllm_think_end_strength`, the logit bias at full strength, are this project's names: the published
     fields say where the ramps are, not how high.
     """
 
+    mode: Literal["diffusion", "self-speculative", "autoregressive"] = "diffusion"
+    rule: str = "low_confidence"
     threshold: float = Field(default=0.95, gt=0, le=1)
+    tokens_per_pass: int = Field(default=4, ge=1)
     block_size: int = Field(default=32, ge=1)
     max_new_tokens: int = Field(default=1024, ge=1)
     do_sample: bool = False
@@ -243,6 +252,7 @@ class GenerationConfig(Frozen):
     repetition_penalty: float = Field(default=1.0, gt=0)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    no_repeat_ngram_size: int = Field(default=0, ge=0)
     dllm_length_penalty_start: int = Field(default=8192, ge=0)
     dllm_length_penalty_window: int = Field(default=8192, ge=1)
     dllm_length_penalty_strength: float = Field(default=10.0, ge=0)
@@ -251,6 +261,8 @@ class GenerationConfig(Frozen):
     dllm_think_end_strength: float = Field(default=10.0, ge=0)
     expert_subset_mass: float = Field(default=1.0, gt=0, le=1)
     ignore_eos: bool = False
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    max_forwards: int | None = Field(default=None, ge=1)
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     eos_token_id: tuple[int, ...] = ()

@@ -43,6 +43,10 @@ def generate(
     enable_thinking: Annotated[
         bool | None, typer.Option("--enable-thinking/--no-enable-thinking", help="Thinking mode of the template.")
     ] = None,
+    mode: Annotated[str | None, typer.Option(help="diffusion, self-speculative or autoregressive.")] = None,
+    rule: Annotated[str | None, typer.Option(help="Unmasking rule: low_confidence, tokens_per_pass, margin or entropy.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="With --json: log-probabilities and this many alternatives.")] = None,
+    max_forwards: Annotated[int | None, typer.Option(help="End the response after so many block steps.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     fused: Annotated[bool, typer.Option("--fused/--no-fused", help="Commit a block in the first pass over the next one.")] = True,
     show_passes: Annotated[bool, typer.Option("--show-passes", help="Show the block filling in, pass by pass.")] = False,
@@ -60,6 +64,10 @@ def generate(
         "temperature": temperature,
         "do_sample": True if temperature is not None else None,
         "expert_subset_mass": expert_subset_mass,
+        "mode": mode,
+        "rule": rule,
+        "logprobs": logprobs,
+        "max_forwards": max_forwards,
     }
     sequence = _request(generator, stdin, prompt, chat, raw, enable_thinking, overrides)
     if json_out:

@@ -21,7 +21,7 @@ Progress = Callable[[str], None]
 Gate = Callable[[Path], None]
 TOOLS = ("torch", "onnx", "onnxscript", "onnxruntime", "safetensors")
 CANDIDATES = (1, 1, 64)  # candidates a position: smallest, usual, largest
-BIASES = (1, 2, 64)
+BIASES = (1, 2, 1024)  # n-gram bans are biases too
 
 
 def build(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from clover_trt.graph.contract import cache_names
 from clover_trt.model.attention import AttentionCache
 from clover_trt.model.block_step import CloverModel, new_caches
 from clover_trt.model.gdn import GdnCache
 from clover_trt.model.head import Controls
 from clover_trt.model.lengths import Lengths
-from clover_trt.runtime.session import ControlInput, StepInput, StepOutput, check_step
+from clover_trt.runtime.session import ControlInput, Snapshot, StepInput, StepOutput, check_step, is_row_cache
 
 
 class TorchSession:
@@ -34,6 +37,27 @@ class TorchSession:
         for cache in self._caches:
             for tensor in cache:
                 tensor[slot] = 0
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        names = (name for pair in cache_names(self.config) for name in pair)
+        return dict(zip(names, (tensor for cache in self._caches for tensor in cache), strict=True))
+
+    def save(self, slot: int, begin: int) -> Snapshot:
+        """Copy the state of a slot, with the key and value rows of its tokens from `begin` on; float32 models only."""
+        end, caches = int(self.prefix_len[slot]), self._named()
+        rows = {name: cache[slot, :, begin:end].numpy().copy() for name, cache in caches.items() if is_row_cache(name)}
+        states = {name: cache[slot].numpy().copy() for name, cache in caches.items() if not is_row_cache(name)}
+        return Snapshot(begin, end, rows, states)
+
+    def load(self, slot: int, chain: Sequence[Snapshot]) -> None:
+        """Put a slot into the state of the last snapshot."""
+        caches = self._named()
+        for part in chain:
+            for name, rows in part.rows.items():
+                caches[name][slot, :, part.begin : part.end] = torch.from_numpy(rows)
+        for name, state in chain[-1].states.items():
+            caches[name][slot] = torch.from_numpy(state)
+        self.prefix_len[slot] = chain[-1].end
 
     @torch.no_grad()
     def step(self, step: StepInput) -> StepOutput:

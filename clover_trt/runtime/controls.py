@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from clover_trt.config import GenerationConfig
 from clover_trt.runtime.session import ControlInput, Floats, Ints
+
+BANNED = np.float32(-1e9)  # added to a logit
 
 
 def ramp(positions: Ints, start: int, window: int, strength: float) -> Floats:
@@ -28,6 +30,15 @@ class RowControls:
 
     history: Counter[int]
     biases: dict[int, Floats]  # token id to `[L]` values
+
+    def banning(self, tokens: Iterable[int], index: int, positions: int) -> RowControls:
+        """The same, with `tokens` ruled out at one of the `positions`."""
+        biases = dict(self.biases)
+        for token in tokens:
+            values = biases.get(token, np.zeros(positions, np.float32)).copy()
+            values[index] = BANNED
+            biases[token] = values
+        return RowControls(self.history, biases)
 
 
 class ControlState:

@@ -9,7 +9,9 @@ from typing import Any
 from clover_trt.config import GenerationConfig
 from clover_trt.engine.package import EnginePackage, open_package
 from clover_trt.errors import ConfigError, RequestError
+from clover_trt.runtime.causal import CausalSequence
 from clover_trt.runtime.ort_session import OrtSession
+from clover_trt.runtime.prefix_cache import PrefixCache
 from clover_trt.runtime.request import PassEvent, Request, Result
 from clover_trt.runtime.scheduler import Scheduler
 from clover_trt.runtime.sequence import Sequence
@@ -35,6 +37,7 @@ class Generator:
         slots: rows in flight at once.
         threads: CPU threads, all usable cores when None.
         fused: see `Sequence`.
+        prefix_cache: reuse of earlier turns; it stays filled from one call to the next.
     """
 
     def __init__(
@@ -45,11 +48,12 @@ class Generator:
         slots: int = 1,
         threads: int | None = None,
         fused: bool = True,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         self.package = package if isinstance(package, EnginePackage) else open_package(package)
         self.session: Session = session or open_session(self.package, slots=slots, threads=threads)
         self.codec = TextCodec(self.package.folder)
-        self.fused = fused
+        self.fused, self.prefix_cache = fused, prefix_cache
 
     def sequence(self, prompt: str | Many[int], **overrides: Any) -> Sequence:
         """A request from prompt text or ids.
@@ -71,7 +75,8 @@ class Generator:
         think_end = self.codec.token_id("</think>")
         last: dict[int | None, int] = {token: i for i, token in enumerate(ids)}
         thinking = last.get(self.codec.token_id("<think>"), -1) > last.get(think_end, -1)
-        return Sequence(
+        kind = Sequence if settings.mode == "diffusion" else CausalSequence
+        return kind(
             ids,
             settings,
             self.package.model,
@@ -87,7 +92,12 @@ class Generator:
         self, messages: list[Message], *, tools: list[Any] | None = None, enable_thinking: bool | None = None, **overrides: Any
     ) -> Sequence:
         """A request from a conversation, see `TextCodec.chat`."""
-        return self.sequence(self.codec.chat(messages, tools=tools, enable_thinking=enable_thinking), **overrides)
+        sequence = self.sequence(self.codec.chat(messages, tools=tools, enable_thinking=enable_thinking), **overrides)
+        if self.prefix_cache is not None:
+            known = self.codec.chat(messages, tools=tools, enable_thinking=enable_thinking, open_answer=False)
+            ids = self.codec.encode(known)
+            sequence.checkpoint = len(ids) if list(sequence.prompt[: len(ids)]) == ids else 0
+        return sequence
 
     def passes(self, sequences: Many[Sequence]) -> Iterator[PassEvent]:
         """Run sequences together, as many as there are slots at a time, and yield an event for each pass of each."""
@@ -109,7 +119,7 @@ class Generator:
         return self.generate([sequence], on_pass)[0]
 
     def _run(self, requests: Many[Request]) -> Iterator[PassEvent]:
-        scheduler = Scheduler(self.session)
+        scheduler = Scheduler(self.session, prefix_cache=self.prefix_cache)
         for request in requests:
             scheduler.add(request)
         while not scheduler.idle:

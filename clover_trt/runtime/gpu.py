@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import weakref
 from typing import Any, Protocol
 
 import numpy as np
@@ -162,9 +163,11 @@ class CudaGpu:
         self._call("cudaFree", address)
 
     def pinned(self, nbytes: int) -> Bytes:
-        """Page-locked host memory, held until the process ends."""
+        """Page-locked host memory, given back when the array is gone."""
         address = int(self._call("cudaMallocHost", max(nbytes, 1)))
-        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+        memory = (ctypes.c_uint8 * nbytes).from_address(address)
+        weakref.finalize(memory, self._call, "cudaFreeHost", address)
+        return np.ctypeslib.as_array(memory)
 
     def upload(self, address: int, host: Bytes, stream: int) -> None:
         """Copy from page-locked host memory to the GPU, in stream order."""

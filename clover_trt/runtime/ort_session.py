@@ -8,6 +8,7 @@ there, not the longest that could be.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import numpy as np
 import onnxruntime as ort
@@ -17,7 +18,7 @@ from clover_trt.checkpoint.safetensors_file import read_header
 from clover_trt.engine.package import EXPERTS, GRAPH, EnginePackage
 from clover_trt.errors import EngineError
 from clover_trt.graph.contract import CONTROL_INPUTS, STEP_OUTPUTS, advanced_name, cache_names, expert_names
-from clover_trt.runtime.session import StepInput, StepOutput, check_step
+from clover_trt.runtime.session import Snapshot, StepInput, StepOutput, check_step, is_row_cache
 
 GROWTH = 256  # cache rows are added in multiples of this
 
@@ -103,6 +104,23 @@ class OrtSession:
         for cache in self._caches.values():
             cache[slot] = 0.0
 
+    def save(self, slot: int, begin: int) -> Snapshot:
+        """Copy the state of a slot, with the key and value rows of its tokens from `begin` on."""
+        end = int(self.prefix_len[slot])
+        rows = {name: cache[slot, :, begin:end].copy() for name, cache in self._caches.items() if is_row_cache(name)}
+        states = {name: cache[slot].copy() for name, cache in self._caches.items() if not is_row_cache(name)}
+        return Snapshot(begin, end, rows, states)
+
+    def load(self, slot: int, chain: Sequence[Snapshot]) -> None:
+        """Put a slot into the state of the last snapshot."""
+        self._reserve(chain[-1].end)
+        for part in chain:
+            for name, rows in part.rows.items():
+                self._caches[name][slot, :, part.begin : part.end] = rows
+        for name, state in chain[-1].states.items():
+            self._caches[name][slot] = state
+        self.prefix_len[slot] = chain[-1].end
+
     def step(self, step: StepInput) -> StepOutput:
         """Run one block step over B neighbouring slots."""
         check_step(self, step)
@@ -134,7 +152,7 @@ class OrtSession:
     def _reserve(self, needed: int) -> None:
         """Grow key and value buffers to hold `needed` rows, by half at least, so that growth stays rare."""
         for name, cache in self._caches.items():
-            if "_cache." not in name or cache.shape[2] >= needed:
+            if not is_row_cache(name) or cache.shape[2] >= needed:
                 continue
             capacity = -(-max(needed, cache.shape[2] * 3 // 2) // GROWTH) * GROWTH
             grown = self._empty(name, capacity)

@@ -10,10 +10,12 @@ import numpy as np
 
 from clover_trt.errors import NumericsError
 from clover_trt.runtime.chat import ToolCall, parse_answer
-from clover_trt.runtime.sequence import Filled, FinishReason, Sequence
+from clover_trt.runtime.sequence import Filled, FinishReason, Sequence, TokenLogprob
 from clover_trt.runtime.session import StepOutput
 from clover_trt.runtime.stops import StopFinder
 from clover_trt.runtime.text import PieceMaker, TextCodec
+
+PERCENTILES = {"median": 50, "p95": 95, "p99": 99}
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,19 @@ class Result:
     token_ids: list[int]
     prompt_tokens: int
     finish_reason: str
-    forwards: int
+    forwards: int  # NFE: block steps, prefill and commits included
     denoise_passes: int
+    commits: int  # steps that committed tokens, of the prompt or of a block
+    cached_tokens: int  # of the prompt, whose state came from a prefix cache
     tpf: float  # generated tokens per forward, prefill and commits included
     tpf_denoise: float  # generated tokens per denoise pass
     seconds: float
     seconds_to_first_block: float
+    inter_block_seconds: dict[str, float]  # median, p95 and p99 of the time between finished blocks; empty for one block
     tokens_per_second: float
     distinct_experts: list[float]  # mean per layer over the forwards
+    accepted_per_verification: float | None = None  # drafted tokens, in self-speculative mode
+    logprobs: list[TokenLogprob] | None = None
     error: str | None = None
 
 
@@ -59,7 +66,9 @@ class Request:
         self.start = time.perf_counter()
         self.first_block: float | None = None
         self.end = self.start
-        self.experts: list[np.ndarray[Any, np.dtype[np.int64]]] = []
+        self.gaps: list[float] = []  # seconds between finished blocks
+        self._last_block: float | None = None
+        self._experts: np.ndarray[Any, np.dtype[np.int64]] | None = None  # sum over the forwards
         self.text = ""
         self.error: str | None = None
         self._pieces, self._stops = PieceMaker(codec), StopFinder(sequence.settings.stop)
@@ -76,9 +85,13 @@ class Request:
             sequence.finish("error")
         text = self._new_text()
         self.end = time.perf_counter()
-        self.experts.append(output.distinct_experts)
-        if self.first_block is None and (sequence.block_start > block_start or self.ended):
-            self.first_block = self.end
+        self._experts = output.distinct_experts + (0 if self._experts is None else self._experts)
+        if sequence.block_start > block_start or self.ended:
+            if self._last_block is None:
+                self.first_block = self.end
+            else:
+                self.gaps.append(self.end - self._last_block)
+            self._last_block = self.end
         block = sequence.block or sequence.response[block_start:]
         forward = sequence.counts.forwards
         return PassEvent(self, forward, filled, block_start, block, text, sequence.finish_reason)
@@ -91,7 +104,7 @@ class Request:
         return PassEvent(self, self.sequence.counts.forwards, [], len(self.sequence.response), [], text, reason)
 
     def _new_text(self) -> str:
-        piece = self._pieces.push(self.sequence.text_ids(), final=self.ended)
+        piece = self._pieces.push(self.sequence.new_text_ids(), final=self.ended)
         text = self._stops.push(piece, final=self.ended)
         if self._stops.found and self.sequence.finish_reason != "stop":
             self.sequence.finish("stop")
@@ -117,11 +130,18 @@ class Request:
             finish_reason=self.sequence.finish_reason or "unfinished",
             forwards=counts.forwards,
             denoise_passes=counts.denoise_passes,
+            commits=counts.commits,
+            cached_tokens=counts.reused_tokens,
             tpf=tokens / counts.forwards if counts.forwards else 0.0,
             tpf_denoise=tokens / counts.denoise_passes if counts.denoise_passes else 0.0,
             seconds=seconds,
             seconds_to_first_block=(self.first_block or self.end) - self.start,
+            inter_block_seconds=dict(zip(PERCENTILES, np.percentile(self.gaps, list(PERCENTILES.values())).tolist(), strict=True))
+            if self.gaps
+            else {},
             tokens_per_second=tokens / seconds if seconds else 0.0,
-            distinct_experts=np.mean(self.experts, axis=0).tolist() if self.experts else [],
+            distinct_experts=(self._experts / counts.forwards).tolist() if self._experts is not None else [],
+            accepted_per_verification=float(np.mean(counts.accepted)) if counts.accepted else None,
+            logprobs=self.sequence.logprobs(),
             error=self.error,
         )

@@ -15,8 +15,8 @@ import numpy as np
 
 from clover_trt.errors import QueueFullError
 from clover_trt.runtime.controls import stack
+from clover_trt.runtime.prefix_cache import PrefixCache
 from clover_trt.runtime.request import PassEvent, Request
-from clover_trt.runtime.sampling import candidates_needed
 from clover_trt.runtime.sequence import Sequence
 from clover_trt.runtime.session import Session, StepInput
 
@@ -32,16 +32,17 @@ def build_step(sequences: Many[Sequence | None], filler: int, first_slot: int = 
     B = len(plans)
     commit = np.array([len(plan.commit) if plan else 0 for plan in plans], np.int32)
     noisy = np.array([len(plan.noisy) if plan else 0 for plan in plans], np.int32)
-    T, L = int((commit + noisy).max()), max(1, int(noisy.max()))
+    T, L = int((commit + noisy).max()), max(1, *(plan.logits if plan else 0 for plan in plans))
     ids = np.full((B, T), filler, np.int64)
     for b, plan in enumerate(plans):
         if plan:
             ids[b, : commit[b] + noisy[b]] = plan.commit + plan.noisy
-    index = np.minimum(commit[:, None] + np.arange(L), T - 1).astype(np.int64)
+    first = np.array([plan.first_logit if plan else 0 for plan in plans])
+    index = np.minimum(first[:, None] + np.arange(L), T - 1).astype(np.int64)
     mass = np.array([s.settings.expert_subset_mass if s else 1.0 for s in sequences], np.float32)
-    noisy_rows = [s if plan and plan.noisy else None for s, plan in zip(sequences, plans, strict=True)]
-    controls = stack([(s.row_controls(), s.settings) if s else None for s in noisy_rows], L, filler)
-    wanted = max((candidates_needed(s.settings, s.valid_tokens) for s in sequences if s), default=1)
+    answering = [s if plan and plan.logits else None for s, plan in zip(sequences, plans, strict=True)]
+    controls = stack([(s.row_controls(), s.settings) if s else None for s in answering], L, filler)
+    wanted = max((s.candidates for s in sequences if s), default=1)
     return StepInput(ids, commit, noisy, index, mass, controls, candidates=wanted, first_slot=first_slot)
 
 
@@ -51,10 +52,11 @@ class Scheduler:
     Args:
         session: the engine.
         max_queue: requests that may wait for a slot; None for no limit.
+        prefix_cache: reuse of earlier requests' states; None for none.
     """
 
-    def __init__(self, session: Session, *, max_queue: int | None = None) -> None:
-        self.session, self.max_queue = session, max_queue
+    def __init__(self, session: Session, *, max_queue: int | None = None, prefix_cache: PrefixCache | None = None) -> None:
+        self.session, self.max_queue, self.prefix_cache = session, max_queue, prefix_cache
         self._queue: deque[Request] = deque()
         self._slots: list[Request | None] = [None] * session.slots
         self._deadlines: dict[Request, float] = {}
@@ -141,6 +143,23 @@ class Scheduler:
             if request is None and self._queue:
                 self.session.reset(slot)
                 self._slots[slot] = self._queue.popleft()
+                self._reuse(slot)
+
+    def _reuse(self, slot: int) -> None:
+        """Start a request from the longest known beginning of its prompt."""
+        request = self._slots[slot]
+        if self.prefix_cache is None or request is None:
+            return
+        chain = self.prefix_cache.match(request.sequence.reusable)
+        if chain:
+            self.session.load(slot, chain)
+            request.sequence.skip(chain[-1].end)
+
+    def _keep(self, slot: int, request: Request) -> None:
+        """Remember a slot's state for requests that begin with the same tokens."""
+        count = int(self.session.prefix_len[slot])
+        if self.prefix_cache is not None and count and request.error is None:
+            self.prefix_cache.store(request.sequence.committed(count), self.session, slot)
 
     def _is_long(self, request: Request) -> bool:
         """Whether the next step commits more than a block, so that it would pad the others."""
@@ -153,5 +172,18 @@ class Scheduler:
 
     def _run(self, rows: Many[Request | None], first_slot: int) -> list[PassEvent]:
         filler = self.session.config.mask_token_id or 0
-        output = self.session.step(build_step([row.sequence if row else None for row in rows], filler, first_slot))
-        return [row.apply(output, index) for index, row in enumerate(rows) if row]
+        long = [slot for slot, row in enumerate(rows, first_slot) if row and self._is_long(row)]
+        step = build_step([row.sequence if row else None for row in rows], filler, first_slot)
+        before = {
+            slot: self.session.save(slot, int(self.session.prefix_len[slot]))
+            for slot, row in enumerate(rows, first_slot)
+            if row and row.sequence.tentative
+        }
+        output = self.session.step(step)
+        events = [row.apply(output, index) for index, row in enumerate(rows) if row]
+        for slot, row in enumerate(rows, first_slot):
+            if row and slot in before and row.sequence.undo:
+                self.session.load(slot, [before[slot]])
+            if row and (slot in long or row.ended or row.sequence.worth_keeping):
+                self._keep(slot, row)
+        return events

@@ -16,19 +16,27 @@ from numpy.typing import NDArray
 from clover_trt.config import GenerationConfig, ModelConfig
 from clover_trt.errors import NumericsError, RequestError
 from clover_trt.runtime.controls import ControlState, RowControls
-from clover_trt.runtime.sampling import choose
+from clover_trt.runtime.ngrams import NgramBan
+from clover_trt.runtime.sampling import candidates_needed, choose
 from clover_trt.runtime.session import Floats, Ints
-from clover_trt.runtime.unmask import low_confidence
+from clover_trt.runtime.unmask import find_rule
 
-FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+FinishReason = Literal["stop", "length", "max_forwards", "cancelled", "deadline", "error"]
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """A row of the next block step: tokens to commit, then tokens of the noisy block (mask where unresolved)."""
+    """A row of the next block step: tokens to commit, then tokens of the noisy block (mask where unresolved).
+
+    The `logits` positions of the row from `first_logit` on get candidates. A `tentative` commit may be taken back: the state
+    before it must be kept until the candidates have been seen.
+    """
 
     commit: list[int]
     noisy: list[int]
+    first_logit: int = 0
+    logits: int = 0
+    tentative: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,15 @@ class Filled:
     confidence: float
 
 
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of a token of the response, and the likeliest tokens at its position with theirs."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
 @dataclass
 class Counts:
     """Work that a sequence took part in. Forwards are all block steps, prefill and commit included."""
@@ -48,6 +65,8 @@ class Counts:
     denoise_passes: int = 0
     commits: int = 0
     prefill_tokens: int = 0
+    reused_tokens: int = 0  # of the prompt, taken from a prefix cache
+    accepted: list[int] = field(default_factory=list)  # drafted tokens accepted by each verification
 
 
 @dataclass
@@ -63,6 +82,8 @@ class Sequence:
         think_end_id: id of `</think>`, if the vocabulary has it.
         thinking: whether the response starts inside a thinking part.
         fused: whether the pass that commits a block also makes the first pass over the next one.
+        checkpoint: a prefill step ends after so many tokens of the prompt, so that a prefix cache can keep the state there:
+            what follows (how a template opens the answer) is not part of the next turn's prompt. 0 for none.
 
     Raises:
         RequestError: the request breaks a limit; nothing has been computed.
@@ -77,12 +98,16 @@ class Sequence:
     think_end_id: int | None = None
     thinking: bool = False
     fused: bool = True
+    checkpoint: int = 0
     response: list[int] = field(default_factory=list, init=False)
     counts: Counts = field(default_factory=Counts, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
+    undo: bool = field(default=False, init=False)  # whether the last tentative commit must be taken back
+    worth_keeping: bool = field(default=False, init=False)  # whether the last step ended at the checkpoint
 
     def __post_init__(self) -> None:
         self._validate()
+        self._rule = find_rule(self.settings.rule)
         assert self.model.mask_token_id is not None
         self.mask: int = self.model.mask_token_id
         eos = () if self.settings.ignore_eos else self.settings.eos_token_id
@@ -93,6 +118,9 @@ class Sequence:
         self._block: list[int] = []
         self._masked: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._plan: RowPlan | None = None
+        self._ngrams = NgramBan(self.settings.no_repeat_ngram_size)
+        self._logprobs: dict[int, TokenLogprob] = {}
+        self._told = 0  # resolved tokens that `new_text_ids` has given out
 
     def _validate(self) -> None:
         size, prompt = self.settings.block_size, len(self.prompt)
@@ -130,7 +158,38 @@ class Sequence:
     @property
     def next_commit(self) -> int:
         """Tokens that the next step commits."""
-        return min(len(self._pending), max(self.prefill_chunk, self.settings.block_size))
+        limit = max(self.prefill_chunk, self.settings.block_size)
+        return min(len(self._pending), limit, self.checkpoint or limit)
+
+    @property
+    def tentative(self) -> bool:
+        """Whether the commit of the planned step may be taken back."""
+        return self._plan is not None and self._plan.tentative
+
+    @property
+    def candidates(self) -> int:
+        """Candidates a position that `apply` looks at."""
+        return max(candidates_needed(self.settings, self.valid_tokens), self.settings.logprobs or 1, self._rule.candidates)
+
+    @property
+    def reusable(self) -> Ids[int]:
+        """Tokens of the prompt whose state may come from a prefix cache."""
+        return self.prompt
+
+    def skip(self, count: int) -> None:
+        """Take the first `count` tokens of the prompt as committed: their state is in the slot already."""
+        self._prefilled(count)
+        self.counts.reused_tokens = count
+
+    def _prefilled(self, count: int) -> None:
+        """The first `count` pending tokens are in the caches."""
+        self._pending = self._pending[count:]
+        self.worth_keeping = self.checkpoint == count > 0
+        self.checkpoint = max(0, self.checkpoint - count)
+
+    def committed(self, count: int) -> list[int]:
+        """The first `count` tokens of prompt and response, which a slot's caches hold."""
+        return [*self.prompt[:count], *self.response[: max(0, count - len(self.prompt))]]
 
     def plan(self) -> RowPlan:
         """What the row of the next block step holds."""
@@ -141,12 +200,14 @@ class Sequence:
         if with_block and not self._block:
             self._block = [self.mask] * self.settings.block_size
             self._masked = np.ones(self.settings.block_size, np.bool_)
-        self._plan = RowPlan(chunk, list(self._block) if with_block else [])
+        noisy = list(self._block) if with_block else []
+        self._plan = RowPlan(chunk, noisy, len(chunk), len(noisy))
         return self._plan
 
     def row_controls(self) -> RowControls:
         """Logit controls for the positions of the current block."""
-        return self.controls.row(np.arange(len(self._block), dtype=np.int64) + self.block_start)
+        row = self.controls.row(np.arange(len(self._block), dtype=np.int64) + self.block_start)
+        return row.banning(self._ngrams.banned(), self._resolved_in_block(), len(self._block))
 
     def apply(self, ids: Ints, logprobs: Floats) -> list[Filled]:
         """Take the candidates of the planned step and fill what the unmasking rule allows.
@@ -166,7 +227,7 @@ class Sequence:
         if plan.commit:
             self.counts.commits += 1
             self.counts.prefill_tokens += len(plan.commit)
-            self._pending = self._pending[len(plan.commit) :]
+            self._prefilled(len(plan.commit))
         if not plan.noisy:
             return []
         self.counts.denoise_passes += 1
@@ -176,14 +237,44 @@ class Sequence:
                 f"the model's output at response position {self.block_start} is not a number; this request has no answer"
             )
         tokens, confidence = choose(ids[:size], logprobs[:size], self.settings, self._rng)
-        fill = low_confidence(confidence, self._masked, self.settings.threshold)
+        fill = self._rule.fill(confidence, logprobs[:size], self._masked, self.settings)
         filled = []
-        for i in np.flatnonzero(fill).tolist():
+        for i in self._in_order(fill, tokens):
             self._block[i], self._masked[i] = int(tokens[i]), False
-            self.controls.add(int(tokens[i]))
+            self._take(self.block_start + i, int(tokens[i]), float(confidence[i]), ids[i], logprobs[i])
             filled.append(Filled(self.block_start + i, int(tokens[i]), float(confidence[i])))
         self._close()
+        self._check_budget()
         return filled
+
+    def _in_order(self, fill: NDArray[np.bool_], tokens: Ints) -> list[int]:
+        """Positions to fill. Under an n-gram ban a block fills from left to right, so that what stands before a position is
+        known: the first unresolved one always (its ban was in the logits), then on while the rule agrees and nothing repeats."""
+        if not self._ngrams.size:
+            return [int(i) for i in np.flatnonzero(fill)]
+        chosen: list[int] = []
+        for i in range(self._resolved_in_block(), len(fill)):
+            token = int(tokens[i])
+            if chosen and (not fill[i] or token in self._ngrams.banned()):
+                break
+            chosen.append(i)
+            self._ngrams.add(token)
+        return chosen
+
+    def _take(self, position: int, token: int, confidence: float, ids: Ints, logprobs: Floats) -> None:
+        """Note a token of the response for the controls and the log-probabilities."""
+        self.controls.add(token)
+        if self.settings.logprobs is not None:
+            top = list(zip(ids.tolist(), logprobs.tolist(), strict=True))[: self.settings.logprobs]
+            self._logprobs[position] = TokenLogprob(token, float(np.log(max(confidence, 1e-45))), top)
+
+    def _check_budget(self) -> None:
+        if self.finish_reason is None and self.counts.forwards >= (self.settings.max_forwards or self.counts.forwards + 1):
+            self.finish("max_forwards")
+
+    def logprobs(self) -> list[TokenLogprob] | None:
+        """Log-probabilities of the tokens of the response, when they were asked for."""
+        return None if self.settings.logprobs is None else [self._logprobs[i] for i in range(len(self.response))]
 
     def resolved(self) -> list[int]:
         """Response tokens with nothing unresolved before them; they never change."""
@@ -212,10 +303,14 @@ class Sequence:
             return
         self._block = []
 
-    def text_ids(self) -> list[int]:
-        """Resolved response tokens that belong to the text: all but the token that ended it."""
-        ids = self.resolved()
-        return ids[:-1] if self.finish_reason == "stop" and ids[-1:] and ids[-1] in self.end_ids else ids
+    def new_text_ids(self) -> list[int]:
+        """Resolved tokens that belong to the text and were not given out before; the token that ended it does not."""
+        ended = self.finish_reason == "stop" and self.response and self.response[-1] in self.end_ids
+        fresh = self.response[self._told : len(self.response) - bool(ended)]
+        if self._block:
+            fresh += self._block[max(0, self._told - len(self.response)) : self._resolved_in_block()]
+        self._told += len(fresh)
+        return fresh
 
     def finish(self, reason: FinishReason) -> None:
         """End the request from outside, with the tokens resolved so far."""

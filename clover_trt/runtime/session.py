@@ -5,8 +5,9 @@ Shapes: B rows, T tokens, L positions with candidates, k candidates, R history e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,8 +61,23 @@ class StepOutput:
     logits: Floats | None = None  # [B, L, V], before any control, when asked for
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """State of a slot after `end` tokens: key and value rows of tokens `begin` to `end`, and what recurrent layers hold."""
+
+    begin: int
+    end: int
+    rows: dict[str, NDArray[Any]]  # by cache name, the row axis second: [kv_heads, end - begin, head_dim]
+    states: dict[str, NDArray[Any]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the snapshot takes."""
+        return sum(array.nbytes for array in (*self.rows.values(), *self.states.values()))
+
+
 class Session(Protocol):
-    """An engine with its caches. Implementations: ONNX Runtime (CPU), PyTorch (the reference)."""
+    """An engine with its caches. Implementations: ONNX Runtime (CPU), TensorRT (GPU), PyTorch (the reference)."""
 
     config: ModelConfig
     slots: int
@@ -76,6 +92,14 @@ class Session(Protocol):
         """Empty a slot."""
         ...
 
+    def save(self, slot: int, begin: int) -> Snapshot:
+        """Copy the state of a slot, with the key and value rows of its tokens from `begin` on."""
+        ...
+
+    def load(self, slot: int, chain: Sequence[Snapshot]) -> None:
+        """Put a slot into the state of the last snapshot; the rows of all are written, those before the first stay."""
+        ...
+
 
 def no_controls(rows: int, positions: int) -> ControlInput:
     """Controls that change nothing."""
@@ -88,6 +112,11 @@ def no_controls(rows: int, positions: int) -> ControlInput:
         np.zeros((rows, 0), np.int64),
         np.zeros((rows, positions, 0), np.float32),
     )
+
+
+def is_row_cache(name: str) -> bool:
+    """Whether a cache holds a row for each token, as keys and values do; the others hold a state."""
+    return name.startswith(("key_cache", "value_cache"))
 
 
 def check_step(session: Session, step: StepInput) -> None:

@@ -61,8 +61,21 @@ class TextCodec:
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
-    def chat(self, messages: list[Message], *, tools: list[Any] | None = None, enable_thinking: bool | None = None) -> str:
+    def chat(
+        self,
+        messages: list[Message],
+        *,
+        tools: list[Any] | None = None,
+        enable_thinking: bool | None = None,
+        open_answer: bool = True,
+    ) -> str:
         """Render a conversation with the checkpoint's own template, sandboxed, up to where the answer begins.
+
+        Args:
+            messages: objects with `role` and `content`.
+            tools: JSON schemas, passed to the template.
+            enable_thinking: passed to the template; its own default when None.
+            open_answer: whether the template opens the answer (its `add_generation_prompt`).
 
         Raises:
             RequestError: there is no template, the messages are malformed, or the template refuses them.
@@ -77,7 +90,7 @@ class TextCodec:
         options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         try:
             template = environment.from_string(self.template)
-            return template.render(messages=messages, tools=tools, add_generation_prompt=True, **options)
+            return template.render(messages=messages, tools=tools, add_generation_prompt=open_answer, **options)
         except Exception as error:  # a template is data from outside: whatever it raises is a refusal
             raise RequestError(f"the chat template refused the messages: {error}") from None
 
@@ -87,23 +100,27 @@ def _refuse(message: str) -> None:
 
 
 class PieceMaker:
-    """Turns a growing list of ids into text pieces; an unfinished character waits for its last byte."""
+    """Turns ids that arrive in parts into text pieces; an unfinished character waits for its last byte."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
-        self._done = 0  # ids whose text is out
-        self._context = 0  # where decoding starts, so that spacing rules see the ids before
+        self._context: list[int] = []  # ids whose text is out, so that spacing rules see what stands before
+        self._waiting: list[int] = []
 
     def push(self, ids: Sequence[int], *, final: bool = False) -> str:
-        """The new text of `ids`, which extends what was pushed before.
+        """The text of `ids`, which follow those pushed before.
 
         Args:
+            ids: the next ids.
             final: whether no more ids follow; an unfinished character then comes out as U+FFFD.
         """
-        known = self._codec.decode(ids[self._context : self._done])
-        text = self._codec.decode(ids[self._context :])
-        if text.endswith(REPLACEMENT) and not final:
+        fresh = [*self._waiting, *ids]
+        if not fresh:
             return ""
-        if self._done < len(ids):
-            self._context, self._done = self._done, len(ids)
+        known = self._codec.decode(self._context)
+        text = self._codec.decode(self._context + fresh)
+        if text.endswith(REPLACEMENT) and not final:
+            self._waiting = fresh
+            return ""
+        self._context, self._waiting = fresh, []
         return text[len(known) :]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from clover_trt.engine.package import BOUND, PLAN, EnginePackage
 from clover_trt.errors import EngineError
 from clover_trt.graph.contract import CONTROL_INPUTS, advanced_name, cache_names
 from clover_trt.runtime.gpu import Context, CudaGpu, Gpu
-from clover_trt.runtime.session import StepInput, StepOutput, check_step
+from clover_trt.runtime.session import Snapshot, StepInput, StepOutput, check_step, is_row_cache
 
 ALIGNMENT = 256  # bytes, of every tensor in a packed buffer
 STAGE_BYTES = 64 << 20  # of the buffer through which weights are uploaded
@@ -126,6 +127,43 @@ class TrtSession:
         for name, address in self._caches.items():
             size = self._row_bytes(name)
             self._gpu.zero(address + slot * size, size, self._compute)
+
+    def save(self, slot: int, begin: int) -> Snapshot:
+        """Copy the state of a slot to the host, with the key and value rows of its tokens from `begin` on."""
+        end = int(self.prefix_len[slot])
+        self._gpu.order(self._compute, self._copy)
+        rows, states = {}, {}
+        for name in self._caches:
+            shape, size = self._plan.shape(name)[1:], DTYPE_BYTES[self._plan.dtype(name)]
+            if is_row_cache(name):
+                rows[name] = self._gpu.pinned(shape[0] * (end - begin) * shape[2] * size).reshape(shape[0], end - begin, -1)
+                for host, address in self._row_pieces(name, slot, begin, rows[name]):
+                    self._gpu.download(host, address, self._copy)
+            else:
+                states[name] = self._gpu.pinned(self._row_bytes(name))
+                self._gpu.download(states[name], self._caches[name] + slot * self._row_bytes(name), self._copy)
+        self._gpu.synchronize(self._copy)
+        return Snapshot(begin, end, rows, states)
+
+    def load(self, slot: int, chain: Sequence[Snapshot]) -> None:
+        """Put a slot into the state of the last snapshot."""
+        self._gpu.order(self._compute, self._copy)
+        for part in chain:
+            for name, rows in part.rows.items():
+                for host, address in self._row_pieces(name, slot, part.begin, rows):
+                    self._gpu.upload(address, host, self._copy)
+        for name, state in chain[-1].states.items():
+            self._gpu.upload(self._caches[name] + slot * self._row_bytes(name), state, self._copy)
+        self._gpu.synchronize(self._copy)
+        self.prefix_len[slot] = chain[-1].end
+
+    def _row_pieces(self, name: str, slot: int, begin: int, rows: NDArray[np.uint8]) -> Iterator[tuple[NDArray[np.uint8], int]]:
+        """The rows of each key or value head, `[kv_heads, n, bytes]` on the host, and where they lie on the GPU."""
+        _, heads, capacity, _ = self._plan.shape(name)
+        first = self._caches[name] + slot * self._row_bytes(name)
+        width = self._row_bytes(name) // (heads * capacity)
+        for head in range(heads if rows.size else 0):
+            yield rows[head].reshape(-1), first + (head * capacity + begin) * width
 
     def step(self, step: StepInput) -> StepOutput:
         """Run one block step over B neighbouring slots."""

@@ -25,7 +25,7 @@ from clover_trt.runtime.ort_session import OrtSession
 from clover_trt.runtime.request import Request
 from clover_trt.runtime.scheduler import Scheduler
 from clover_trt.runtime.sequence import Sequence
-from clover_trt.runtime.session import StepInput, no_controls
+from clover_trt.runtime.session import Snapshot, StepInput, no_controls
 from clover_trt.runtime.text import TextCodec
 from clover_trt.runtime.trt_session import Shape, TrtSession, choose_profile
 from tests.runtime.fake_gpu import FakeGpu
@@ -139,3 +139,27 @@ def test_steps_that_no_profile_takes_are_refused(made: tuple[EnginePackage, byte
     shape = Shape(0, 1, 16, 16, 1, 1, 1)
     for tokens, name in ((1, "denoise"), (16, "denoise"), (17, "fused"), (32, "fused"), (33, "prefill")):
         assert names[choose_profile(package.build.optimization_profiles, shape._replace(tokens=tokens))] == name
+
+
+@pytest.mark.parametrize("eager", [None, 0, 1])
+def test_a_saved_state_can_be_loaded_into_another_slot(made: tuple[EnginePackage, bytes], eager: int | None) -> None:
+    package, model = made
+    session = TrtSession(package, slots=2, gpu=FakeGpu(model, eager=eager))
+    rng, ends = np.random.default_rng(0), (30, 45)
+    chain: list[Snapshot] = []
+    for count in (30, 15):
+        ids = rng.integers(6, 100, (1, count)).astype(np.int64)
+        commit, none = np.array([count], np.int32), np.zeros(1, np.int32)
+        session.step(StepInput(ids, commit, none, np.zeros((1, 1), np.int64), np.ones(1, np.float32), no_controls(1, 1)))
+        chain.append(session.save(0, chain[-1].end if chain else 0))
+    assert tuple(part.end for part in chain) == ends
+    session.load(1, chain)
+    assert session.prefix_len.tolist() == [45, 45]
+    answers = []
+    for slot in (0, 1):
+        block = np.full((1, 16), 120, np.int64)
+        none, noisy, index = np.zeros(1, np.int32), np.array([16], np.int32), np.arange(16)[None]
+        step = StepInput(block, none, noisy, index, np.ones(1, np.float32), no_controls(1, 16), first_slot=slot)
+        answers.append(session.step(step))
+    assert np.array_equal(answers[0].candidate_ids, answers[1].candidate_ids)
+    assert np.array_equal(answers[0].candidate_logprobs, answers[1].candidate_logprobs)

@@ -4,7 +4,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clover_trt.runtime.unmask import low_confidence
+from clover_trt.config import GenerationConfig
+from clover_trt.runtime import unmask
+
+
+def low_confidence(confidence: np.ndarray, masked: np.ndarray, threshold: float) -> np.ndarray:
+    return unmask.low_confidence(confidence, confidence[:, None], masked, GenerationConfig(threshold=threshold))
+
 
 blocks = st.lists(st.tuples(st.floats(0, 1, width=32), st.booleans()), min_size=1, max_size=32)
 

@@ -62,7 +62,7 @@ def examine() -> list[Finding]:
         _package("export graphs", "onnxscript", "pip install 'clover-trt[build]'"),
         _gpu(),
         _package("TensorRT", "tensorrt", "use NVIDIA's TensorRT container, or install TensorRT 10.14 or later"),
-        _package("TensorRT-RTX", "tensorrt-rtx-cu13-bindings", "pip install tensorrt-rtx-cu13-bindings tensorrt-rtx-cu13-libs"),
+        _package("TensorRT-RTX", "tensorrt-rtx-cu13-bindings", "pip install 'clover-trt[tensorrt-rtx]'"),
         _program(
             "nvcc",
             "nvcc",

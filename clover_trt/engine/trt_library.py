@@ -49,20 +49,8 @@ class TrtLibrary:
 
     def new_builder(self, problems: list[str], log: Callable[[str], None]) -> tuple[Any, Any]:
         """A builder and its logger: errors are collected in `problems`, every message goes to `log`."""
-        trt = self.trt
-        serious = (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR)
-
-        class Collector(trt.ILogger):  # type: ignore[misc, name-defined]
-            def __init__(self) -> None:
-                trt.ILogger.__init__(self)
-
-            def log(self, severity: Any, message: str) -> None:
-                log(f"[{severity.name}] {message}")
-                if severity in serious:
-                    problems.append(message)
-
-        logger = Collector()
-        return trt.Builder(logger), logger
+        logger = collecting_logger(self.trt, problems, log)
+        return self.trt.Builder(logger), logger
 
     def new_network(self, builder: Any) -> Any:
         """A strongly typed network; from TensorRT 11 on there is no other kind and no flag for it."""
@@ -98,6 +86,22 @@ class TrtLibrary:
         monitor = Monitor()
         config.progress_monitor = monitor
         return config, monitor
+
+
+def collecting_logger(trt: Any, problems: list[str], log: Callable[[str], None] = lambda _: None) -> Any:
+    """A logger of TensorRT that keeps errors in `problems` and passes every message on."""
+    serious = (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR)
+
+    class Collector(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, message: str) -> None:
+            log(f"[{severity.name}] {message}")
+            if severity in serious:
+                problems.append(message)
+
+    return Collector()
 
 
 def timing_cache_file(library: TrtLibrary, compute_capability: str) -> Path:

@@ -138,8 +138,13 @@ def verify(package: EnginePackage, checkpoint: Checkpoint, progress: Callable[[s
     """All comparisons of `package` with the reference model of `checkpoint`.
 
     Raises:
-        EngineError: the engine was built from another checkpoint.
+        EngineError: the engine was built from another checkpoint, or is not one for the CPU.
     """
+    if package.build.backend != "onnxruntime":
+        raise EngineError(
+            f"{package.folder}: built for {package.build.gpu}; verify compares CPU engines, "
+            "compare this one on its GPU with tools/gpu_smoke.py"
+        )
     built_from, given = package.manifest["source"]["fingerprint"], checkpoint.fingerprint()
     if built_from != given:
         raise EngineError(

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clover_trt.engine.package import TRT_MODULES
+from clover_trt.engine.trt_library import collecting_logger
 from clover_trt.errors import EngineError
 
 Bytes = NDArray[np.uint8]
@@ -130,7 +131,7 @@ class CudaGpu:
         minor = self._call("cudaDeviceGetAttribute", kinds.cudaDevAttrComputeCapabilityMinor, device)
         self.compute_capability = f"{major}.{minor}"
         self._messages: list[str] = []
-        self._logger = _collecting_logger(self._trt, self._messages)
+        self._logger = collecting_logger(self._trt, self._messages)
         self._runtime = self._trt.Runtime(self._logger)
         self._event = self._call("cudaEventCreate")
 
@@ -253,15 +254,3 @@ def _first(names: tuple[str, ...], what: str) -> Any:
         except ImportError:
             continue
     raise EngineError(f"running this engine needs {what}; install it with: pip install 'clover-trt[tensorrt]'")
-
-
-def _collecting_logger(trt: Any, messages: list[str]) -> Any:
-    class Collector(trt.ILogger):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
-                messages.append(message)
-
-    return Collector()

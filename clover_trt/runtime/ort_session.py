@@ -66,6 +66,8 @@ class OrtSession:
         graph: bytes | None = None,
         probes: tuple[str, ...] = (),
     ) -> None:
+        if package.build.backend != "onnxruntime":
+            raise EngineError(f"{package.folder}: built for {package.build.gpu}; expected a CPU engine, built with --gpu cpu")
         self.config, self.slots, self.max_len = package.model, slots, package.build.max_seq_len
         self.prefix_len: NDArray[np.int32] = np.zeros(slots, np.int32)
         options = ort.SessionOptions()

@@ -20,7 +20,7 @@ from clover_trt.errors import EngineError
 from clover_trt.graph.bodies_tensorrt import function_bodies
 from clover_trt.graph.export import attach_functions, attach_weights, trace
 from clover_trt.graph.tensorrt import bind_large_weights, drop_logits, fix_cache_length
-from clover_trt.parity.verify import decode
+from clover_trt.parity.verify import decode, verify
 from clover_trt.runtime.ort_session import OrtSession
 from clover_trt.runtime.request import Request
 from clover_trt.runtime.scheduler import Scheduler
@@ -163,3 +163,11 @@ def test_a_saved_state_can_be_loaded_into_another_slot(made: tuple[EnginePackage
         answers.append(session.step(step))
     assert np.array_equal(answers[0].candidate_ids, answers[1].candidate_ids)
     assert np.array_equal(answers[0].candidate_logprobs, answers[1].candidate_logprobs)
+
+
+def test_commands_that_run_on_the_cpu_refuse_an_engine_for_a_gpu(made: tuple[EnginePackage, bytes], small_folder: Path) -> None:
+    package, _ = made
+    with pytest.raises(EngineError, match="built for h200; expected a CPU engine"):
+        OrtSession(package)
+    with pytest.raises(EngineError, match=r"built for h200; verify compares CPU engines, .*gpu_smoke"):
+        verify(package, Checkpoint(small_folder))

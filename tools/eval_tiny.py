@@ -63,10 +63,15 @@ def main(
     threshold: Annotated[float, typer.Option(help="Confidence threshold.")] = 0.95,
     slots: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 16,
     show_wrong: Annotated[int, typer.Option(help="Print this many wrong answers.")] = 0,
+    write: Annotated[Path | None, typer.Option(help="Only write the prompts here, for 'clover-trt sweep'.")] = None,
     json_out: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Decode held-out prompts and report exact match and tokens per forward, in all and by task."""
     prompts = list(itertools.islice(examples(f"eval {seed}", "held_out"), count))
+    if write is not None:
+        lines = [{"prompt": e.prompt, "answer": answer_text(e), "enable_thinking": e.thinking is not None} for e in prompts]
+        write.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return
     scored = score(Generator(str(engine), slots=min(slots, count)), prompts, threshold, json_out)
     by_task: dict[str, list[Scored]] = defaultdict(list)
     for item in scored:

@@ -46,5 +46,6 @@ def main() -> NoReturn:
     except ModuleNotFoundError as error:
         if _debug or error.name is None or error.name.startswith("clover_trt"):
             raise
-        fail(f"this command needs the package {error.name!r}; install it with: pip install 'clover-trt[build]'")
+        extra = "bench" if error.name == "matplotlib" else "build"
+        fail(f"this command needs the package {error.name!r}; install it with: pip install 'clover-trt[{extra}]'")
     sys.exit(0)

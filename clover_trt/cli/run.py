@@ -263,6 +263,51 @@ def verify(
         raise typer.Exit(1)
 
 
+@app.command(epilog="Example: clover-trt sweep --engine build/engines/tiny --prompts prompts.jsonl --out out/sweep")
+def sweep(
+    engine: EngineOption,
+    prompts: Annotated[Path, typer.Option(help='JSON lines: {"prompt": text, "answer": text, "enable_thinking": false}.')],
+    target: Annotated[Path, typer.Option("--out", help="Folder for sweep.json and sweep.png.")],
+    thresholds: Annotated[str, typer.Option(help="Thresholds, separated by commas.")] = "0.5,0.7,0.8,0.9,0.95,0.99",
+    rules: Annotated[str, typer.Option(help="Unmasking rules, separated by commas.")] = "low_confidence",
+    masses: Annotated[str, typer.Option(help="Expert-subset masses, separated by commas.")] = "1",
+    max_new_tokens: Annotated[int, typer.Option(help="Hard limit of each response.")] = 128,
+    slots: Annotated[
+        int, typer.Option(min=1, help="Requests decoded together; experts are counted over all rows of a pass.")
+    ] = 1,
+    json_out: JsonOption = False,
+) -> None:
+    """Exact match against tokens per forward over thresholds, rules and masses: a table and a picture."""
+    from clover_trt.bench.sweep import read_prompts, write_report
+    from clover_trt.bench.sweep import sweep as run
+    from clover_trt.runtime.generate import Generator
+
+    asked = read_prompts(prompts)
+    levels, shares = _numbers("--thresholds", thresholds), _numbers("--masses", masses)
+    with progress_lines(json_out) as progress:
+        generator = Generator(str(engine), slots=slots)
+        points = run(generator, asked, rules.split(","), levels, shares, progress, max_new_tokens=max_new_tokens)
+        areas = write_report(points, target)
+    if json_out:
+        print(json.dumps({"points": [asdict(point) for point in points], "aup": areas}))
+        return
+    table = Table("rule", "mass", "threshold", "exact match", "TPF", "distinct experts")
+    for point in points:
+        figures = (f"{point.exact_match:.1%}", f"{point.tpf:.2f}", f"{point.distinct_experts:.1f}")
+        table.add_row(point.rule, f"{point.expert_subset_mass:g}", f"{point.threshold:g}", *figures)
+    out.print(table)
+    for name, area in areas.items():
+        out.print(f"AUP of {name}: {area:.2f}", highlight=False)
+    out.print(f"wrote {target / 'sweep.json'} and {target / 'sweep.png'}", soft_wrap=True)
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise RequestError(f"{option}: expected numbers separated by commas, found {text!r}") from None
+
+
 @app.command(epilog="Example: clover-trt doctor")
 def doctor(json_out: JsonOption = False) -> None:
     """Say what this machine can build and run, and the next step for what it can't."""

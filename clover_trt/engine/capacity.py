@@ -12,6 +12,7 @@ from clover_trt.config import ModelConfig
 from clover_trt.engine.build import build_settings
 from clover_trt.engine.profiles import GpuProfile, Precision
 from clover_trt.errors import EngineError
+from clover_trt.graph.contract import cache_names, cache_shape
 
 GB = 1e9
 ELEMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0}
@@ -70,14 +71,15 @@ def weight_bytes(model: ModelConfig, precision: Precision) -> dict[str, float]:
 
 def slot_bytes(model: ModelConfig, profile: GpuProfile, cache_len: int) -> tuple[float, float]:
     """Bytes of one slot: keys and values of `cache_len` rows, and Gated DeltaNet states."""
-    attention = model.layer_types.count("full_attention")
-    gdn = model.num_hidden_layers - attention
-    element = ELEMENT_BYTES[profile.kv_dtype]
-    keys_values = attention * 2 * model.num_key_value_heads * model.head_dim * cache_len * element
-    recurrent = model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
-    states = gdn * (
-        recurrent * ELEMENT_BYTES[profile.state_dtype] + model.conv_dim * (model.linear_conv_kernel_dim - 1) * element
-    )
+    keys_values = states = 0.0
+    for name in (name for pair in cache_names(model) for name in pair):
+        size = math.prod(cache_shape(model, name, cache_len))
+        if name.startswith("recurrent_state"):
+            states += size * ELEMENT_BYTES[profile.state_dtype]
+        elif name.startswith("conv_state"):
+            states += size * ELEMENT_BYTES[profile.kv_dtype]
+        else:
+            keys_values += size * ELEMENT_BYTES[profile.kv_dtype]
     return keys_values, states
 
 

@@ -90,6 +90,18 @@ def cache_names(config: ModelConfig) -> list[tuple[str, str]]:
     return [(f"{first}.{i}", f"{second}.{i}") for i, (first, second) in enumerate(kinds)]
 
 
+def cache_shape(config: ModelConfig, name: str, rows: int) -> tuple[int, ...]:
+    """Shape of a slot's part of the cache `name`, for `rows` tokens."""
+    keys_values = (config.num_key_value_heads, rows, config.head_dim)
+    shapes: dict[str, tuple[int, ...]] = {
+        "key_cache": keys_values,
+        "value_cache": keys_values,
+        "conv_state": (config.conv_dim, config.linear_conv_kernel_dim - 1),
+        "recurrent_state": (config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim),
+    }
+    return shapes[name.split(".")[0]]
+
+
 def advanced_name(cache: str) -> str:
     """Graph output name of a cache: `key_cache.3` to `key_cache_out.3`."""
     kind, layer = cache.split(".")

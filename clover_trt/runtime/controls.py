@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +27,8 @@ def ramp(positions: Ints, start: int, window: int, strength: float) -> Floats:
 class RowControls:
     """Controls of one row; lists may have any length, `stack` pads them."""
 
-    history: Counter[int]
+    history_ids: Ints  # `[R]`, distinct tokens of the response
+    history_counts: Floats  # `[R]`
     biases: dict[int, Floats]  # token id to `[L]` values
 
     def banning(self, tokens: Iterable[int], index: int, positions: int) -> RowControls:
@@ -38,7 +38,7 @@ class RowControls:
             values = biases.get(token, np.zeros(positions, np.float32)).copy()
             values[index] = BANNED
             biases[token] = values
-        return RowControls(self.history, biases)
+        return RowControls(self.history_ids, self.history_counts, biases)
 
 
 class ControlState:
@@ -53,13 +53,20 @@ class ControlState:
     def __init__(self, settings: GenerationConfig, end_ids: Sequence[int], think_end_id: int | None, thinking: bool) -> None:
         self.settings, self.end_ids, self.think_end_id = settings, tuple(end_ids), think_end_id
         self.thinking = thinking and think_end_id is not None
-        self._counts: Counter[int] = Counter()
+        self._places: dict[int, int] = {}  # token id to its place in the arrays below, which grow by doubling
+        self._ids: Ints = np.zeros(64, np.int64)
+        self._counts: Floats = np.zeros(64, np.float32)
         self._penalised = (settings.repetition_penalty, settings.presence_penalty, settings.frequency_penalty) != (1.0, 0.0, 0.0)
 
     def add(self, token: int) -> None:
         """Count a token that was just filled."""
         if self._penalised:
-            self._counts[token] += 1
+            place = self._places.setdefault(token, len(self._places))
+            if place == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._ids[place] = token
+            self._counts[place] += 1
         if token == self.think_end_id:
             self.thinking = False
 
@@ -73,7 +80,8 @@ class ControlState:
             think = ramp(positions, s.dllm_think_end_start, s.dllm_think_end_window, s.dllm_think_end_strength)
             if think.any() and self.think_end_id is not None:
                 biases[self.think_end_id] = think
-        return RowControls(self._counts, biases)
+        used = len(self._places)
+        return RowControls(self._ids[:used], self._counts[:used], biases)
 
 
 def stack(rows: Sequence[tuple[RowControls, GenerationConfig] | None], positions: int, filler: int) -> ControlInput:
@@ -86,7 +94,7 @@ def stack(rows: Sequence[tuple[RowControls, GenerationConfig] | None], positions
     """
     B = len(rows)
     present = [row for row in rows if row is not None]
-    history = max((len(controls.history) for controls, _ in present), default=0)
+    history = max((len(controls.history_ids) for controls, _ in present), default=0)
     biases = max((len(controls.biases) for controls, _ in present), default=0)
     out = ControlInput(
         np.full((B, history), filler, np.int64),
@@ -104,8 +112,8 @@ def stack(rows: Sequence[tuple[RowControls, GenerationConfig] | None], positions
         out.repetition_penalty[b] = settings.repetition_penalty
         out.presence_penalty[b] = settings.presence_penalty
         out.frequency_penalty[b] = settings.frequency_penalty
-        for i, (token, count) in enumerate(controls.history.items()):
-            out.history_ids[b, i], out.history_counts[b, i] = token, count
+        used = len(controls.history_ids)
+        out.history_ids[b, :used], out.history_counts[b, :used] = controls.history_ids, controls.history_counts
         for i, (token, values) in enumerate(controls.biases.items()):
             out.bias_ids[b, i], out.bias_values[b, : len(values), i] = token, values
     return out

@@ -19,13 +19,15 @@ from clover_trt.runtime.session import Session
 from clover_trt.runtime.text import Message, TextCodec
 
 
-def open_session(package: EnginePackage, *, slots: int = 1, threads: int | None = None) -> Session:
-    """The session that runs this package: ONNX Runtime on the CPU, or TensorRT on a GPU."""
+def open_session(
+    package: EnginePackage, *, slots: int = 1, threads: int | None = None, cache_budget: int | None = None
+) -> Session:
+    """The session that runs this package: ONNX Runtime on the CPU, or TensorRT on a GPU; see there for the arguments."""
     if package.build.backend == "onnxruntime":
-        return OrtSession(package, slots=slots, threads=threads)
+        return OrtSession(package, slots=slots, threads=threads, cache_budget=cache_budget)
     from clover_trt.runtime.trt_session import TrtSession
 
-    return TrtSession(package, slots=slots)
+    return TrtSession(package, slots=slots, cache_budget=cache_budget)
 
 
 class Generator:
@@ -37,6 +39,7 @@ class Generator:
         slots: rows in flight at once.
         threads: CPU threads, all usable cores when None.
         fused: see `Sequence`.
+        cache_budget: bytes for the caches of all slots, see the sessions.
         prefix_cache: reuse of earlier turns; it stays filled from one call to the next.
     """
 
@@ -48,10 +51,11 @@ class Generator:
         slots: int = 1,
         threads: int | None = None,
         fused: bool = True,
+        cache_budget: int | None = None,
         prefix_cache: PrefixCache | None = None,
     ) -> None:
         self.package = package if isinstance(package, EnginePackage) else open_package(package)
-        self.session: Session = session or open_session(self.package, slots=slots, threads=threads)
+        self.session: Session = session or open_session(self.package, slots=slots, threads=threads, cache_budget=cache_budget)
         self.codec = TextCodec(self.package.folder)
         self.fused, self.prefix_cache = fused, prefix_cache
 

@@ -7,6 +7,7 @@ there, not the longest that could be.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from clover_trt.checkpoint.safetensors_file import read_header
 from clover_trt.engine.package import EXPERTS, GRAPH, EnginePackage
 from clover_trt.errors import EngineError
-from clover_trt.graph.contract import CONTROL_INPUTS, STEP_OUTPUTS, advanced_name, cache_names, expert_names
+from clover_trt.graph.contract import CONTROL_INPUTS, STEP_OUTPUTS, advanced_name, cache_names, cache_shape, expert_names
 from clover_trt.runtime.session import Snapshot, StepInput, StepOutput, check_step, is_row_cache
 
 GROWTH = 256  # cache rows are added in multiples of this
@@ -50,11 +51,12 @@ class OrtSession:
         package: an opened package.
         slots: rows that can be in flight at once.
         threads: intra-op threads; the number of usable cores when None.
+        cache_budget: bytes that the caches of all slots may take together; `max_len` is lowered to what fits. None for no limit.
         graph: a variant of the package's graph to run instead (its weights still come from the package), whose
             further outputs, `probes`, are kept in `probed` after each step.
 
     Raises:
-        EngineError: ONNX Runtime cannot load the graph.
+        EngineError: ONNX Runtime cannot load the graph, or the budget holds less than one block a slot.
     """
 
     def __init__(
@@ -63,12 +65,15 @@ class OrtSession:
         *,
         slots: int = 1,
         threads: int | None = None,
+        cache_budget: int | None = None,
         graph: bytes | None = None,
         probes: tuple[str, ...] = (),
     ) -> None:
         if package.build.backend != "onnxruntime":
             raise EngineError(f"{package.folder}: built for {package.build.gpu}; expected a CPU engine, built with --gpu cpu")
         self.config, self.slots, self.max_len = package.model, slots, package.build.max_seq_len
+        if cache_budget is not None:
+            self.max_len = min(self.max_len, self._longest(cache_budget))
         self.prefix_len: NDArray[np.int32] = np.zeros(slots, np.int32)
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))
@@ -83,18 +88,28 @@ class OrtSession:
         except (RuntimeError, ort.capi.onnxruntime_pybind11_state.Fail) as error:
             raise EngineError(f"{path}: ONNX Runtime {ort.__version__} cannot load the engine: {error}") from None
         self._experts = {name: ort.OrtValue.ortvalue_from_numpy(bank) for name, bank in mapped_experts(package).items()}
-        self._caches = {name: self._empty(name) for pair in cache_names(self.config) for name in pair}
+        start = min(GROWTH, self.max_len)
+        self._caches = {name: self._empty(name, start) for pair in cache_names(self.config) for name in pair}
         self._bindings: dict[tuple[int, int], ort.IOBinding] = {}
 
-    def _empty(self, name: str, capacity: int = GROWTH) -> NDArray[np.float32]:
-        c = self.config
-        shapes = {
-            "key_cache": (c.num_key_value_heads, capacity, c.head_dim),
-            "value_cache": (c.num_key_value_heads, capacity, c.head_dim),
-            "conv_state": (c.conv_dim, c.linear_conv_kernel_dim - 1),
-            "recurrent_state": (c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim),
-        }
-        return np.zeros((self.slots, *shapes[name.split(".")[0]]), np.float32)
+    def _empty(self, name: str, capacity: int) -> NDArray[np.float32]:
+        return np.zeros((self.slots, *cache_shape(self.config, name, capacity)), np.float32)
+
+    def _longest(self, budget: int) -> int:
+        """Tokens a slot may hold so that the caches of all slots stay within `budget` bytes."""
+        names = [name for pair in cache_names(self.config) for name in pair]
+        sizes = {name: 4 * self.slots * math.prod(cache_shape(self.config, name, 1)) for name in names}
+        a_row = sum(size for name, size in sizes.items() if is_row_cache(name))
+        states = sum(size for name, size in sizes.items() if not is_row_cache(name))
+        padding = 2 * self.config.block_size  # rows that a neighbour's longer step may reach past the end
+        found = (budget - states) // max(1, a_row) - padding
+        if found < self.config.block_size:
+            least = states + a_row * (self.config.block_size + padding)
+            raise EngineError(
+                f"a cache budget of {budget:,} bytes is too small for {self.slots} slots: expected at least {least:,}; "
+                "raise it or lower the number of slots"
+            )
+        return found
 
     def cache_bytes(self) -> int:
         """Bytes that the caches take now."""
@@ -157,7 +172,7 @@ class OrtSession:
             if not is_row_cache(name) or cache.shape[2] >= needed:
                 continue
             capacity = -(-max(needed, cache.shape[2] * 3 // 2) // GROWTH) * GROWTH
-            grown = self._empty(name, capacity)
+            grown = self._empty(name, max(needed, min(capacity, self.max_len)))
             grown[:, :, : cache.shape[2]] = cache
             self._caches[name] = grown
             self._bindings.clear()

@@ -69,7 +69,7 @@ class Request:
         self.gaps: list[float] = []  # seconds between finished blocks
         self._last_block: float | None = None
         self._experts: np.ndarray[Any, np.dtype[np.int64]] | None = None  # sum over the forwards
-        self.text = ""
+        self._text: list[str] = []
         self.error: str | None = None
         self._pieces, self._stops = PieceMaker(codec), StopFinder(sequence.settings.stop)
 
@@ -108,8 +108,13 @@ class Request:
         text = self._stops.push(piece, final=self.ended)
         if self._stops.found and self.sequence.finish_reason != "stop":
             self.sequence.finish("stop")
-        self.text += text
+        self._text.append(text)
         return text
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._text)
 
     @property
     def ended(self) -> bool:
@@ -119,9 +124,10 @@ class Request:
     def result(self) -> Result:
         """Answer and figures."""
         counts, tokens, seconds = self.sequence.counts, len(self.sequence.response), self.end - self.start
-        parts = parse_answer(self.text, thinking=self.sequence.thinking)
+        text = self.text
+        parts = parse_answer(text, thinking=self.sequence.thinking)
         return Result(
-            text=self.text,
+            text=text,
             reasoning=parts.reasoning,
             content=parts.content,
             tool_calls=parts.tool_calls,

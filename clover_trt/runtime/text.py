@@ -73,17 +73,18 @@ class TextCodec:
 
         Args:
             messages: objects with `role` and `content`.
-            tools: JSON schemas, passed to the template.
+            tools: `{"type": "function", "function": {"name", "description", "parameters": JSON schema}}`, passed to the template.
             enable_thinking: passed to the template; its own default when None.
             open_answer: whether the template opens the answer (its `add_generation_prompt`).
 
         Raises:
-            RequestError: there is no template, the messages are malformed, or the template refuses them.
+            RequestError: there is no template, messages or tools are malformed, or the template refuses them.
         """
         if self.template is None:
             raise RequestError("this engine has no chat template; use a plain prompt")
         if not messages or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
             raise RequestError("messages: expected a non-empty list of objects with 'role' and 'content'")
+        _check_tools(tools)
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         environment.globals["raise_exception"] = _refuse
@@ -93,6 +94,25 @@ class TextCodec:
             return template.render(messages=messages, tools=tools, add_generation_prompt=open_answer, **options)
         except Exception as error:  # a template is data from outside: whatever it raises is a refusal
             raise RequestError(f"the chat template refused the messages: {error}") from None
+
+
+def _check_tools(tools: Any) -> None:
+    """Refuse tools that are not JSON objects of the shape that templates and clients agree on."""
+    if tools is None:
+        return
+    try:
+        json.dumps(tools, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"tools: expected JSON ({error})") from None
+    if not isinstance(tools, list):
+        raise RequestError(f"tools: expected a list of objects, found {type(tools).__name__}")
+    for i, tool in enumerate(tools):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(f'tools[{i}]: expected {{"type": "function", "function": {{"name": ...}}}}, found {tool!r:.200}')
+        if not isinstance(function.get("parameters", {}), dict):
+            found = function["parameters"]
+            raise RequestError(f"tools[{i}]: parameters: expected a JSON schema (an object), found {found!r:.200}")
 
 
 def _refuse(message: str) -> None:

@@ -47,13 +47,16 @@ class TrtSession:
     Args:
         package: an opened package with a TensorRT plan.
         slots: rows that can be in flight at once, at most the build's `max_batch_size`.
+        cache_budget: bytes that the caches of all slots may take together; None for no limit.
         gpu: the GPU and its libraries; the first one of this machine when None.
 
     Raises:
-        EngineError: the plan was built for another GPU or by another TensorRT, or does not fit in memory.
+        EngineError: the plan was built for another GPU or by another TensorRT, or does not fit in memory or the budget.
     """
 
-    def __init__(self, package: EnginePackage, *, slots: int = 1, gpu: Gpu | None = None) -> None:
+    def __init__(
+        self, package: EnginePackage, *, slots: int = 1, cache_budget: int | None = None, gpu: Gpu | None = None
+    ) -> None:
         build = package.build
         self.config, self.slots, self.max_len = package.model, slots, build.max_seq_len
         self.prefix_len: NDArray[np.int32] = np.zeros(slots, np.int32)
@@ -66,6 +69,7 @@ class TrtSession:
         self._check_build(package)
         self._profiles = build.optimization_profiles
         self._plan = self._gpu.load((package.folder / PLAN).read_bytes())
+        self._check_budget(cache_budget)
         self._compute, self._copy = self._gpu.stream(), self._gpu.stream()
         self._weights = self._upload_weights(package)
         self._caches = {
@@ -92,6 +96,14 @@ class TrtSession:
             raise EngineError(
                 f"{package.folder}: built with {build.backend} {built_with}, this machine has {self._gpu.version}; "
                 "build the engine again or install that version"
+            )
+
+    def _check_budget(self, budget: int | None) -> None:
+        each = sum(self._row_bytes(name) for pair in cache_names(self.config) for name in pair)
+        if budget is not None and self.slots * each > budget:
+            raise EngineError(
+                f"the caches of {self.slots} slots of {self.max_len} tokens take {self.slots * each:,} bytes, the budget is "
+                f"{budget:,}: at most {budget // each} slots fit; lower the slots, or build for a shorter context"
             )
 
     def _row_bytes(self, name: str) -> int:

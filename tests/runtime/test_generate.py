@@ -16,7 +16,7 @@ from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.config import ModelConfig
 from clover_trt.engine.build import build
 from clover_trt.engine.package import EnginePackage, open_package
-from clover_trt.errors import RequestError
+from clover_trt.errors import EngineError, RequestError
 from clover_trt.runtime.generate import Generator
 from clover_trt.runtime.ort_session import OrtSession
 from clover_trt.runtime.request import PassEvent
@@ -177,3 +177,18 @@ def test_a_stop_string_ends_the_request_and_is_not_shown(package: EnginePackage)
     assert result.token_ids == whole.token_ids[: whole.token_ids.index(token) + 1]
     with pytest.raises(RequestError, match="stop"):
         generator.sequence("Hello", stop=[""])
+
+
+def test_a_cache_budget_limits_what_a_request_may_hold(package: EnginePackage) -> None:
+    budget = 350_000
+    session = OrtSession(package, slots=4, cache_budget=budget)
+    assert package.model.block_size < session.max_len < package.build.max_seq_len
+    generator = Generator(package, session)
+    with pytest.raises(RequestError, match=f"the limit is {session.max_len}"):
+        generator.sequence([10] * session.max_len, max_new_tokens=16)
+    longest = session.max_len - package.model.block_size
+    results = generator.generate([generator.sequence([10] * longest, max_new_tokens=8) for _ in range(4)])
+    assert all(result.error is None for result in results)
+    assert session.cache_bytes() <= budget
+    with pytest.raises(EngineError, match=r"cache budget of 1,000 bytes is too small for 4 slots: expected at least [\d,]+"):
+        OrtSession(package, slots=4, cache_budget=1000)

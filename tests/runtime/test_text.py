@@ -82,6 +82,22 @@ def test_malformed_messages_are_refused(codec: TextCodec, messages: list[object]
 
 
 @pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ({"name": "f"}, "expected a list of objects, found dict"),
+        ([1], r"tools\[0\]: expected .*, found 1"),
+        ([*TOOLS, {"type": "function", "function": {}}], r"tools\[1\]: expected"),
+        ([{"type": "function", "function": {"name": "f", "parameters": "object"}}], r"tools\[0\]: parameters: .* found 'object'"),
+        ([{"type": "function", "function": {"name": "f", "parameters": {"maximum": float("nan")}}}], "tools: expected JSON"),
+        ([{"type": "function", "function": {"name": "f", "parameters": {"x": {1}}}}], "tools: expected JSON .*set"),
+    ],
+)
+def test_tools_that_are_not_json_schemas_are_refused(codec: TextCodec, tools: object, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        codec.chat(MESSAGES[:2], tools=tools)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     "template", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% include 'x' %}", "{{ 1 / 0 }}"]
 )
 def test_a_hostile_template_is_stopped(codec: TextCodec, template: str, tmp_path: Path) -> None:

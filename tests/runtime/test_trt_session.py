@@ -107,6 +107,8 @@ def test_a_plan_for_another_gpu_or_library_is_refused(made: tuple[EnginePackage,
         TrtSession(package, gpu=gpu)
     with pytest.raises(EngineError, match="slots = 65: the engine was built for 1 to 64 rows"):
         TrtSession(package, slots=65, gpu=FakeGpu(model))
+    with pytest.raises(EngineError, match=r"caches of 4 slots of 400 tokens take .* at most 3 slots fit"):
+        TrtSession(package, slots=4, cache_budget=3 * (TrtSession(package, gpu=FakeGpu(model)).cache_bytes()), gpu=FakeGpu(model))
     with pytest.raises(EngineError, match="out of memory"):
         TrtSession(package, gpu=FakeGpu(model, memory=1 << 20))
 

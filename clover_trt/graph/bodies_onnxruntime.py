@@ -110,4 +110,15 @@ def _expert_subset_moe(c: ModelConfig) -> str:
 
 
 def _confidence_head() -> str:
-    return "    logits = com.microsoft.FusedMatMul <transB = 1> (hidden, weight)" + shared.controlled_candidates()
+    """Banned ids are few, so they are written one by one: adding `vocab_mask` would go over all logits once more."""
+    banned = """banned = NonZero (vocab_mask)
+    axis_0 = Constant <value = int64[1] {0}> ()
+    banned_3d = Unsqueeze (banned, axis_0)
+    rows = Shape <start = 0, end = 2> (logits)
+    spread_rows = Concat <axis = 0> (rows, one_1d)
+    banned_at = Expand (banned_3d, spread_rows)
+    never_2d = Gather (vocab_mask, banned)
+    never_3d = Unsqueeze (never_2d, axis_0)
+    never = Expand (never_3d, spread_rows)
+    controlled = ScatterElements <axis = 2> (after_bias, banned_at, never)"""
+    return "    logits = com.microsoft.FusedMatMul <transB = 1> (hidden, weight)" + shared.controlled_candidates(banned)

@@ -293,15 +293,19 @@ def expert_routing(c: ModelConfig) -> str:
     distinct_experts = Cast <to = 7> (used_count)"""
 
 
-def controlled_candidates() -> str:
-    """From `logits` `[B, L, V]` float32: penalties, biases, banned ids, then the candidates."""
-    return """
-    axis_1 = Constant <value = int64[1] {1}> ()
-    axis_last = Constant <value = int64[1] {-1}> ()
-    per_row = Constant <value = int64[2] {1, 2}> ()
+def controlled_candidates(controlled: str = "controlled = Add (after_bias, vocab_mask)") -> str:
+    """From `logits` `[B, L, V]` float32: penalties, biases, banned ids, then the candidates.
+
+    Args:
+        controlled: the lines that make `controlled` from `after_bias` and `vocab_mask`.
+    """
+    return f"""
+    axis_1 = Constant <value = int64[1] {{1}}> ()
+    axis_last = Constant <value = int64[1] {{-1}}> ()
+    per_row = Constant <value = int64[2] {{1, 2}}> ()
     zero_f = Constant <value_float = 0.0> ()
     positions = Shape <start = 1, end = 2> (logits)
-    one_1d = Constant <value = int64[1] {1}> ()
+    one_1d = Constant <value = int64[1] {{1}}> ()
     spread = Concat <axis = 0> (one_1d, positions, one_1d)
     history_3d = Unsqueeze (history_ids, axis_1)
     history_at = Expand (history_3d, spread)
@@ -323,7 +327,7 @@ def controlled_candidates() -> str:
     unbiased = GatherElements <axis = 2> (after_history, bias_at)
     biased = Add (unbiased, bias_values)
     after_bias = ScatterElements <axis = 2> (after_history, bias_at, biased)
-    controlled = Add (after_bias, vocab_mask)
+    {controlled}
     best, candidate_ids = TopK <axis = -1> (controlled, num_candidates)
     log_total = ReduceLogSumExp <keepdims = 1> (controlled, axis_last)
     candidate_logprobs = Sub (best, log_total)"""

@@ -1,8 +1,8 @@
 """In-flight batching: requests share block steps, whatever phase each is in.
 
 One pass of the scheduler serves every request in a slot. Rows that denoise, commit a block or hold a short prompt go
-through one step together. Of the prompts that need long prefill chunks one advances by one chunk a pass, in a step of its
-own: it delays the others by that chunk at most, and no row is padded to its length.
+through one step together. Prompts that need more advance in a step of their own, neighbours together as long as they make up one
+chunk: they delay the others by that chunk at most, and no denoising row is padded to their length.
 """
 
 from __future__ import annotations
@@ -105,14 +105,14 @@ class Scheduler:
         """One pass: end what is cancelled or late, fill free slots, run at most two steps; an event for each request touched."""
         events = self._end_early()
         self._admit()
-        prefill = self._next_prefill()
+        prefill = self._next_prefills()
         together = [None if r is None or self._is_long(r) else r for r in self._slots]
         used = [slot for slot, request in enumerate(together) if request]
         if used:
             events += self._run(together[used[0] : used[-1] + 1], used[0])
-        if prefill is not None:
-            self._prefilled_last = prefill
-            events += self._run([self._slots[prefill]], prefill)
+        if prefill:
+            self._prefilled_last = prefill[-1]
+            events += self._run(self._slots[prefill[0] : prefill[-1] + 1], prefill[0])
         for event in events:
             if event.finish_reason is not None:
                 self._forget(event.request)
@@ -165,10 +165,18 @@ class Scheduler:
         """Whether the next step commits more than a block, so that it would pad the others."""
         return request.sequence.next_commit > request.sequence.settings.block_size
 
-    def _next_prefill(self) -> int | None:
-        """The slot whose prompt advances in this pass: the next one in turn."""
-        long = [slot for slot, request in enumerate(self._slots) if request and self._is_long(request)]
-        return min(long, key=lambda slot: (slot <= self._prefilled_last, slot), default=None)
+    def _next_prefills(self) -> list[int]:
+        """The slots whose prompts advance in this pass: the next one in turn, and neighbours while they fit into its chunk."""
+        long = {
+            slot: request.sequence.next_commit for slot, request in enumerate(self._slots) if request and self._is_long(request)
+        }
+        first = min(long, key=lambda slot: (slot <= self._prefilled_last, slot), default=None)
+        if first is None:
+            return []
+        chosen, limit = [first], max(long[first], self._slots[first].sequence.prefill_chunk)  # type: ignore[union-attr]
+        while (slot := chosen[-1] + 1) in long and (len(chosen) + 1) * max(long[each] for each in (*chosen, slot)) <= limit:
+            chosen.append(slot)
+        return chosen
 
     def _run(self, rows: Many[Request | None], first_slot: int) -> list[PassEvent]:
         filler = self.session.config.mask_token_id or 0

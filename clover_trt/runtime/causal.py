@@ -51,22 +51,22 @@ class CausalSequence(Sequence):
         assert self.finish_reason is None
         assert self._plan is None
         if self._draft:
-            self._plan = RowPlan(list(self._draft), [], 0, len(self._draft), tentative=True)
+            self._plan = RowPlan(list(self._draft), [], list(range(len(self._draft))), tentative=True)
             return self._plan
         chunk = self._pending[: self.next_commit]
         if len(chunk) < len(self._pending):
             self._plan = RowPlan(chunk, [])
         elif self._drafting:
             size = self.settings.block_size
-            self._plan = RowPlan(chunk, [self.mask] * size, len(chunk) - 1, size + 1)
+            self._plan = RowPlan(chunk, [self.mask] * size, list(range(len(chunk) - 1, len(chunk) + size)))
         else:
-            self._plan = RowPlan(chunk, [], len(chunk) - 1, 1)
+            self._plan = RowPlan(chunk, [], [len(chunk) - 1])
         return self._plan
 
     def row_controls(self) -> RowControls:
         """Logit controls for the positions with candidates."""
         assert self._plan is not None
-        at, count = self.block_start, self._plan.logits
+        at, count = self.block_start, len(self._plan.positions)
         if self._plan.tentative:
             positions = at + 1 + np.arange(count, dtype=np.int64)
         else:  # the next token, then the block that begins at the same position
@@ -88,9 +88,9 @@ class CausalSequence(Sequence):
         if not plan.tentative:
             self.counts.prefill_tokens += len(plan.commit)
             self._prefilled(len(plan.commit))
-        if not plan.logits:
+        if not plan.positions:
             return []
-        ids, logprobs = ids[: plan.logits], logprobs[: plan.logits]
+        ids, logprobs = ids[: len(plan.positions)], logprobs[: len(plan.positions)]
         if not np.isfinite(logprobs[:, 0]).all():
             raise NumericsError(
                 f"the model's output at response position {self.block_start} is not a number; this request has no answer"

@@ -32,15 +32,14 @@ def build_step(sequences: Many[Sequence | None], filler: int, first_slot: int = 
     B = len(plans)
     commit = np.array([len(plan.commit) if plan else 0 for plan in plans], np.int32)
     noisy = np.array([len(plan.noisy) if plan else 0 for plan in plans], np.int32)
-    T, L = int((commit + noisy).max()), max(1, *(plan.logits if plan else 0 for plan in plans))
-    ids = np.full((B, T), filler, np.int64)
+    T, L = int((commit + noisy).max()), max(1, *(len(plan.positions) if plan else 0 for plan in plans))
+    ids, index = np.full((B, T), filler, np.int64), np.zeros((B, L), np.int64)
     for b, plan in enumerate(plans):
         if plan:
             ids[b, : commit[b] + noisy[b]] = plan.commit + plan.noisy
-    first = np.array([plan.first_logit if plan else 0 for plan in plans])
-    index = np.minimum(first[:, None] + np.arange(L), T - 1).astype(np.int64)
+            index[b, : len(plan.positions)] = plan.positions
     mass = np.array([s.settings.expert_subset_mass if s else 1.0 for s in sequences], np.float32)
-    answering = [s if plan and plan.logits else None for s, plan in zip(sequences, plans, strict=True)]
+    answering = [s if plan and plan.positions else None for s, plan in zip(sequences, plans, strict=True)]
     controls = stack([(s.row_controls(), s.settings) if s else None for s in answering], L, filler)
     wanted = max((s.candidates for s in sequences if s), default=1)
     return StepInput(ids, commit, noisy, index, mass, controls, candidates=wanted, first_slot=first_slot)

@@ -28,14 +28,13 @@ FinishReason = Literal["stop", "length", "max_forwards", "cancelled", "deadline"
 class RowPlan:
     """A row of the next block step: tokens to commit, then tokens of the noisy block (mask where unresolved).
 
-    The `logits` positions of the row from `first_logit` on get candidates. A `tentative` commit may be taken back: the state
-    before it must be kept until the candidates have been seen.
+    The `positions` of the row get candidates. A `tentative` commit may be taken back: the state before it must be kept until the
+    candidates have been seen.
     """
 
     commit: list[int]
     noisy: list[int]
-    first_logit: int = 0
-    logits: int = 0
+    positions: list[int] = field(default_factory=list)
     tentative: bool = False
 
 
@@ -201,25 +200,29 @@ class Sequence:
             self._block = [self.mask] * self.settings.block_size
             self._masked = np.ones(self.settings.block_size, np.bool_)
         noisy = list(self._block) if with_block else []
-        self._plan = RowPlan(chunk, noisy, len(chunk), len(noisy))
+        self._plan = RowPlan(chunk, noisy, (len(chunk) + self._unresolved()).tolist() if noisy else [])
         return self._plan
 
     def row_controls(self) -> RowControls:
-        """Logit controls for the positions of the current block."""
-        row = self.controls.row(np.arange(len(self._block), dtype=np.int64) + self.block_start)
-        return row.banning(self._ngrams.banned(), self._resolved_in_block(), len(self._block))
+        """Logit controls for the unresolved positions of the current block."""
+        unresolved = self._unresolved()
+        return self.controls.row(unresolved + self.block_start).banning(self._ngrams.banned(), 0, len(unresolved))
+
+    def _unresolved(self) -> Ints:
+        """Positions of the current block that are still to be filled."""
+        return np.flatnonzero(self._masked)
 
     def apply(self, ids: Ints, logprobs: Floats) -> list[Filled]:
         """Take the candidates of the planned step and fill what the unmasking rule allows.
 
         Args:
-            ids, logprobs: `[block, k]`; ignored when the plan had no noisy tokens.
+            ids, logprobs: `[L, k]`, L the plan's positions at least; ignored when it had none.
 
         Returns:
             the positions filled, in order.
 
         Raises:
-            NumericsError: the candidates of an unresolved position are not numbers.
+            NumericsError: the candidates are not numbers.
         """
         plan, self._plan = self._plan, None
         assert plan is not None
@@ -231,29 +234,31 @@ class Sequence:
         if not plan.noisy:
             return []
         self.counts.denoise_passes += 1
-        size = len(plan.noisy)
-        if not np.isfinite(logprobs[:size, 0][self._masked]).all():
+        unresolved = self._unresolved()
+        ids, logprobs = ids[: len(unresolved)], logprobs[: len(unresolved)]
+        if not np.isfinite(logprobs[:, 0]).all():
             raise NumericsError(
                 f"the model's output at response position {self.block_start} is not a number; this request has no answer"
             )
-        tokens, confidence = choose(ids[:size], logprobs[:size], self.settings, self._rng)
-        fill = self._rule.fill(confidence, logprobs[:size], self._masked, self.settings)
+        tokens, confidence = choose(ids, logprobs, self.settings, self._rng)
         filled = []
-        for i in self._in_order(fill, tokens):
-            self._block[i], self._masked[i] = int(tokens[i]), False
-            self._take(self.block_start + i, int(tokens[i]), float(confidence[i]), ids[i], logprobs[i])
-            filled.append(Filled(self.block_start + i, int(tokens[i]), float(confidence[i])))
+        for i in self._in_order(self._rule.fill(confidence, logprobs, self.settings), tokens):
+            at, token = int(unresolved[i]), int(tokens[i])
+            self._block[at], self._masked[at] = token, False
+            self._take(self.block_start + at, token, float(confidence[i]), ids[i], logprobs[i])
+            filled.append(Filled(self.block_start + at, token, float(confidence[i])))
         self._close()
         self._check_budget()
         return filled
 
     def _in_order(self, fill: NDArray[np.bool_], tokens: Ints) -> list[int]:
-        """Positions to fill. Under an n-gram ban a block fills from left to right, so that what stands before a position is
-        known: the first unresolved one always (its ban was in the logits), then on while the rule agrees and nothing repeats."""
+        """Which of the unresolved positions to fill. Under an n-gram ban a block fills from left to right, so that what stands
+        before a position is known: the first always (its ban was in the logits), then on while the rule agrees and nothing
+        repeats."""
         if not self._ngrams.size:
             return [int(i) for i in np.flatnonzero(fill)]
         chosen: list[int] = []
-        for i in range(self._resolved_in_block(), len(fill)):
+        for i in range(len(fill)):
             token = int(tokens[i])
             if chosen and (not fill[i] or token in self._ngrams.banned()):
                 break

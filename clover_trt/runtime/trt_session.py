@@ -196,20 +196,25 @@ class TrtSession:
         self._gpu.download(self._outputs.filled(), self._outputs.address, self._copy)
         self._gpu.synchronize(self._copy)
         self.prefix_len[step.slots] += step.commit_len
-        return StepOutput(**{name: self._outputs.array(name).copy() for name in results})
+        found, asked = {name: self._outputs.array(name).copy() for name in results}, step.logit_index.shape[1]
+        ids, logprobs = found["candidate_ids"][:, :asked], found["candidate_logprobs"][:, :asked]
+        return StepOutput(ids, logprobs, found["distinct_experts"])
 
     def _step_inputs(self, step: StepInput) -> dict[str, NDArray[Any]]:
-        """The small inputs by name; histories and biases are padded to a power of two, so that few shapes occur."""
+        """The small inputs by name; positions, histories and biases are padded to a power of two, so that few shapes occur."""
         controls = {name: getattr(step.controls, name) for name in CONTROL_INPUTS}
         for names, filler in ((("history_ids", "bias_ids"), self._filler), (("history_counts", "bias_values"), 0)):
             for name in names:
                 controls[name] = _padded(controls[name], filler)
+        index = _padded(step.logit_index, 0)
+        more = index.shape[1] - step.logit_index.shape[1]
+        controls["bias_values"] = np.pad(controls["bias_values"], [(0, 0), (0, more), (0, 0)])
         return {
             "input_ids": step.input_ids,
             "prefix_len": self.prefix_len[step.slots],
             "commit_len": step.commit_len,
             "noisy_len": step.noisy_len,
-            "logit_index": step.logit_index,
+            "logit_index": index,
             "expert_mass": step.expert_mass,
             **controls,
         }
@@ -323,7 +328,7 @@ def _padded(value: NDArray[Any], filler: float) -> NDArray[Any]:
 
 
 def _shape_of(step: StepInput, inputs: dict[str, NDArray[Any]]) -> Shape:
-    (B, T), L = step.input_ids.shape, step.logit_index.shape[1]
+    (B, T), L = step.input_ids.shape, inputs["logit_index"].shape[1]
     history, biases = inputs["history_ids"].shape[1], inputs["bias_ids"].shape[1]
     return Shape(step.first_slot, B, T, L, history, biases, step.candidates)
 

@@ -1,6 +1,6 @@
-"""Unmasking rules: which masked positions of a block a pass fills. A new rule is one function and its line in `RULES`.
+"""Unmasking rules: which of a block's unresolved positions a pass fills. A new rule is one function and its line in `RULES`.
 
-Every rule fills at least one position when one is masked, so that a block ends after `block_size` passes at most.
+Every rule fills at least one position, so that a block ends after `block_size` passes at most.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ class Rule(Protocol):
     """Which positions to fill.
 
     Args:
-        confidence: `[block]` float32, probability of each position's chosen token.
-        logprobs: `[block, k]` float32, log-probabilities of the candidates, falling.
-        masked: `[block]` bool, positions still to be filled.
+        confidence: `[L]` float32, probability of the token chosen for each unresolved position, L >= 1.
+        logprobs: `[L, k]` float32, log-probabilities of the candidates, falling.
         settings: the request's settings.
 
     Returns:
-        `[block]` bool, a subset of `masked`, empty only when `masked` is.
+        `[L]` bool, at least one true.
     """
 
-    def __call__(self, confidence: Floats, logprobs: Floats, masked: Mask, settings: GenerationConfig) -> Mask:
+    def __call__(self, confidence: Floats, logprobs: Floats, settings: GenerationConfig) -> Mask:
         """Choose the positions that this pass fills."""
         ...
 
@@ -44,40 +43,39 @@ class NamedRule:
     candidates: int = 1
 
 
-def low_confidence(confidence: Floats, logprobs: Floats, masked: Mask, settings: GenerationConfig) -> Mask:
+def low_confidence(confidence: Floats, logprobs: Floats, settings: GenerationConfig) -> Mask:
     """Clover's own: every position whose confidence is strictly above `threshold`; when there is none, the single most
     confident one (ties: the lowest position)."""
-    return _above(confidence, masked, settings.threshold)
+    return _above(confidence, settings.threshold)
 
 
-def tokens_per_pass(confidence: Floats, logprobs: Floats, masked: Mask, settings: GenerationConfig) -> Mask:
+def tokens_per_pass(confidence: Floats, logprobs: Floats, settings: GenerationConfig) -> Mask:
     """The `tokens_per_pass` most confident positions (ties: the lowest)."""
-    order = np.argsort(np.where(masked, -confidence, np.inf), kind="stable")
-    fill = np.zeros_like(masked)
-    fill[order[: settings.tokens_per_pass]] = True
-    return fill & masked
+    fill = np.zeros(len(confidence), np.bool_)
+    fill[np.argsort(-confidence, kind="stable")[: settings.tokens_per_pass]] = True
+    return fill
 
 
-def margin(confidence: Floats, logprobs: Floats, masked: Mask, settings: GenerationConfig) -> Mask:
+def margin(confidence: Floats, logprobs: Floats, settings: GenerationConfig) -> Mask:
     """As `low_confidence`, by the margin of the best candidate's probability over the second's."""
     probabilities = np.exp(logprobs[:, :2])
     lead = probabilities[:, 0] - (probabilities[:, 1] if logprobs.shape[1] > 1 else np.float32(0))
-    return _above(lead, masked, settings.threshold)
+    return _above(lead, settings.threshold)
 
 
-def entropy(confidence: Floats, logprobs: Floats, masked: Mask, settings: GenerationConfig) -> Mask:
+def entropy(confidence: Floats, logprobs: Floats, settings: GenerationConfig) -> Mask:
     """As `low_confidence`, by 1 - H / log(k + 1): H is the entropy of the best k candidates and of all others taken as one."""
     probabilities = np.exp(logprobs.astype(np.float64))
     rest = np.clip(1.0 - probabilities.sum(-1, keepdims=True), 0.0, 1.0)
     outcomes = np.concatenate((probabilities, rest), axis=-1)
     spread = -np.sum(outcomes * np.log(np.maximum(outcomes, 1e-12)), axis=-1) / np.log(outcomes.shape[1])
-    return _above((1.0 - spread).astype(np.float32), masked, settings.threshold)
+    return _above((1.0 - spread).astype(np.float32), settings.threshold)
 
 
-def _above(score: Floats, masked: Mask, threshold: float) -> Mask:
-    fill = masked & (score > np.float32(threshold))
-    if not fill.any() and masked.any():
-        fill[int(np.argmax(np.where(masked, score, -np.inf)))] = True
+def _above(score: Floats, threshold: float) -> Mask:
+    fill: Mask = score > np.float32(threshold)
+    if not fill.any():
+        fill[int(np.argmax(score))] = True
     return fill
 
 

@@ -116,7 +116,7 @@ def test_a_long_prefill_delays_others_by_one_chunk_a_pass(codec: TextCodec) -> N
     session = HashSession(4)
     scheduler = Scheduler(session)
     short = [request(codec, i, prompt=5) for i in range(2)]
-    long = [request(codec, 10 + i, prompt=400) for i in range(2)]
+    long = [request(codec, 10 + i, prompt=1500) for i in range(2)]
     for each in (*long, *short):
         scheduler.add(each)
     while not all(r.ended for r in short):
@@ -189,3 +189,16 @@ def test_a_fault_ends_its_own_request_alone(codec: TextCodec) -> None:
     finish(scheduler)
     assert [each.sequence.finish_reason == "error" for each in requests] == [False, True, False]
     assert "not a number" in str(requests[1].result().error)
+
+
+def test_short_prompts_share_a_prefill_chunk(codec: TextCodec) -> None:
+    session = HashSession(6)
+    scheduler = Scheduler(session)
+    for i in range(6):
+        scheduler.add(request(codec, i, prompt=BLOCK + 3))
+    scheduler.step()
+    assert [(step.first_slot, len(step.input_ids)) for step in session.steps] == [(0, CHUNK // (BLOCK + 3))]
+    scheduler.step()
+    prefills = [step for step in session.steps[1:] if step.commit_len.max() > BLOCK]
+    assert [step.first_slot for step in prefills] == [CHUNK // (BLOCK + 3)]
+    finish(scheduler)

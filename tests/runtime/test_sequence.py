@@ -98,7 +98,7 @@ def test_the_end_of_turn_waits_for_what_stands_before_it() -> None:
     assert request.finish_reason is None
     assert request.resolved() == []
     confidence[:3] = -0.001
-    request.plan()
+    assert request.plan().positions == [0, 1, 2, *range(4, BLOCK)], "candidates are asked for where nothing is filled yet"
     request.apply(ids, confidence)
     assert (request.finish_reason, request.response, request.new_text_ids()) == ("stop", [50, 50, 50, END], [50, 50, 50])
 

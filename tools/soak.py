@@ -78,7 +78,7 @@ def main(
                 scheduler.add(request)
                 running[request] = number
                 if rng.random() < cancelled:
-                    doomed[request] = passes + rng.randint(1, 12)
+                    doomed[request] = passes + rng.randint(1, 5)
                 asked += 1
             for request in [r for r, at in doomed.items() if at <= passes]:
                 scheduler.cancel(request)

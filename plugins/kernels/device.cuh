@@ -1,0 +1,229 @@
+// What every kernel stands on: number types, warp operations, launches. The same source compiles with nvcc and, under
+// CLOVER_HOST, as host C++ on the harness in tests/simt.
+#pragma once
+
+#ifdef CLOVER_HOST
+#include "simt.h"
+#else
+#include <cuda_runtime.h>
+#endif
+
+#include <cfloat>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#ifdef CLOVER_HOST
+#define CLOVER_SHARED(name) unsigned char* name = simt::shared_memory()
+#define CLOVER_UNROLL
+#define CLOVER_UNROLL_BY(count)
+#else
+#define CLOVER_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
+#define CLOVER_PRAGMA(text) _Pragma(#text)
+#define CLOVER_UNROLL _Pragma("unroll")
+#define CLOVER_UNROLL_BY(count) CLOVER_PRAGMA(unroll count)
+#endif
+
+namespace clover {
+
+// ---- numbers ----------------------------------------------------------------------------------------------------
+
+struct bf16 {
+  uint16_t bits;
+};
+struct e4m3 {
+  uint8_t bits;
+};
+
+template <class To, class From>
+__host__ __device__ __forceinline__ To bit_cast(From value) {
+  static_assert(sizeof(To) == sizeof(From), "bit_cast between types of one size");
+  To to;
+  memcpy(&to, &value, sizeof to);
+  return to;
+}
+
+__host__ __device__ __forceinline__ float to_float(float value) { return value; }
+__host__ __device__ __forceinline__ float to_float(bf16 value) { return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
+
+// The four exponent and three mantissa bits sit where bfloat16 has them, so one multiplication sets the bias right,
+// subnormal numbers included. 0x7f and 0xff (not a number) are not told apart: a checkpoint with them is refused earlier.
+__host__ __device__ __forceinline__ float to_float(e4m3 value) {
+  uint32_t sign = static_cast<uint32_t>(value.bits & 0x80) << 24, rest = static_cast<uint32_t>(value.bits & 0x7f) << 20;
+  return bit_cast<float>(sign | rest) * 0x1p120f;
+}
+
+template <class T>
+__host__ __device__ __forceinline__ T from_float(float value);
+template <>
+__host__ __device__ __forceinline__ float from_float<float>(float value) {
+  return value;
+}
+template <>
+__host__ __device__ __forceinline__ bf16 from_float<bf16>(float value) {  // to nearest, ties to even
+  uint32_t bits = bit_cast<uint32_t>(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return bf16{static_cast<uint16_t>((bits >> 16) | 0x40)};
+  return bf16{static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+template <>
+__host__ __device__ __forceinline__ e4m3 from_float<e4m3>(float value) {  // to nearest, ties to even, saturating at 448
+  uint32_t sign = (bit_cast<uint32_t>(value) >> 24) & 0x80u;
+  float size = fabsf(value);
+  if (!(size < 448.0f)) return e4m3{static_cast<uint8_t>(sign | (size == size ? 0x7eu : 0x7fu))};
+  if (size < 0x1p-6f) return e4m3{static_cast<uint8_t>(sign | static_cast<uint32_t>(rintf(size * 0x1p9f)))};
+  uint32_t bits = bit_cast<uint32_t>(size);
+  bits += 0x7ffffu + ((bits >> 20) & 1u);
+  return e4m3{static_cast<uint8_t>(sign | ((bits >> 20) - (120u << 3)))};
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+__device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
+__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+// ---- blocks and warps -------------------------------------------------------------------------------------------
+
+#ifdef CLOVER_HOST
+__device__ __forceinline__ void sync_threads() { simt::sync_threads(); }
+
+__device__ __forceinline__ void sync_warp() {
+  static const char name = 0;
+  char none = 0;
+  simt::warp_collective(&name, &none, 1, &none, 1, [](const unsigned char*, unsigned char* out) { memset(out, 0, 32); });
+}
+
+template <class T>
+__device__ __forceinline__ T shuffle(T value, int lane) {
+  struct In {
+    T value;
+    int lane;
+  };
+  static const char name = 0;
+  In in{value, lane & 31};
+  T out;
+  simt::warp_collective(&name, &in, sizeof in, &out, sizeof out, [](const unsigned char* from, unsigned char* to) {
+    for (int i = 0; i < 32; ++i) {
+      In mine, theirs;
+      memcpy(&mine, from + i * sizeof(In), sizeof mine);
+      memcpy(&theirs, from + mine.lane * sizeof(In), sizeof theirs);
+      memcpy(to + i * sizeof(T), &theirs.value, sizeof(T));
+    }
+  });
+  return out;
+}
+
+template <class T>
+__device__ __forceinline__ T shuffle_xor(T value, int mask) {
+  return shuffle(value, static_cast<int>(threadIdx.x & 31) ^ mask);
+}
+
+__device__ __forceinline__ unsigned ballot(bool predicate) {
+  static const char name = 0;
+  char in = predicate;
+  unsigned out;
+  simt::warp_collective(&name, &in, 1, &out, sizeof out, [](const unsigned char* from, unsigned char* to) {
+    unsigned bits = 0;
+    for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(from[i] != 0) << i;
+    for (int i = 0; i < 32; ++i) memcpy(to + i * sizeof bits, &bits, sizeof bits);
+  });
+  return out;
+}
+
+__device__ __forceinline__ int count_bits(unsigned bits) { return __builtin_popcount(bits); }
+#else
+__device__ __forceinline__ void sync_threads() { __syncthreads(); }
+__device__ __forceinline__ void sync_warp() { __syncwarp(); }
+template <class T>
+__device__ __forceinline__ T shuffle(T value, int lane) {
+  return __shfl_sync(0xffffffffu, value, lane);
+}
+template <class T>
+__device__ __forceinline__ T shuffle_xor(T value, int mask) {
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+__device__ __forceinline__ unsigned ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
+__device__ __forceinline__ int count_bits(unsigned bits) { return __popc(bits); }
+#endif
+
+// Sum and maximum over the `Width` neighbouring lanes of a lane, a power of two; every lane gets it, in one fixed order.
+template <int Width = 32>
+__device__ __forceinline__ float lane_sum(float value) {
+  CLOVER_UNROLL
+  for (int mask = Width / 2; mask > 0; mask /= 2) value += shuffle_xor(value, mask);
+  return value;
+}
+template <int Width = 32>
+__device__ __forceinline__ float lane_max(float value) {
+  CLOVER_UNROLL
+  for (int mask = Width / 2; mask > 0; mask /= 2) value = fmaxf(value, shuffle_xor(value, mask));
+  return value;
+}
+
+// 16 bytes in one load.
+struct alignas(16) Vector16 {
+  uint32_t word[4];
+};
+__device__ __forceinline__ Vector16 load16(const void* from) { return *static_cast<const Vector16*>(from); }
+
+// A load of 16 bytes that are read once: weights, which need not stay in the first-level cache.
+__device__ __forceinline__ Vector16 load16_once(const void* from) {
+#ifdef CLOVER_HOST
+  return load16(from);
+#else
+  Vector16 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(from));
+  return v;
+#endif
+}
+
+// ---- launches ---------------------------------------------------------------------------------------------------
+
+// Runs a kernel on `stream`; arguments are converted to the kernel's parameter types.
+template <class... P, class... A>
+cudaError_t launch(void (*kernel)(P...), dim3 grid, unsigned threads, size_t shared_bytes, cudaStream_t stream, A... arguments) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return cudaSuccess;
+#ifdef CLOVER_HOST
+  (void)stream;
+  simt::launch(grid, dim3(threads), shared_bytes, [=] { kernel(static_cast<P>(arguments)...); });
+  return cudaSuccess;
+#else
+  if (shared_bytes > 48 << 10) {
+    cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                             static_cast<int>(shared_bytes));
+    if (error != cudaSuccess) return error;
+  }
+  kernel<<<grid, threads, shared_bytes, stream>>>(static_cast<P>(arguments)...);
+  return cudaGetLastError();
+#endif
+}
+
+// Lengths of the rows of a block step, `[B]` each; see docs/block-step.md.
+struct Lengths {
+  const int32_t* prefix;
+  const int32_t* commit;
+  const int32_t* noisy;
+};
+
+constexpr size_t align16(size_t bytes) { return (bytes + 15) / 16 * 16; }
+
+// Hands out parts of a workspace; with a null base it counts the bytes that are needed.
+struct Workspace {
+  unsigned char* base;
+  size_t used = 0;
+  template <class T>
+  T* take(size_t count) {
+    T* part = base == nullptr ? nullptr : reinterpret_cast<T*>(base + used);
+    used += align16(count * sizeof(T));
+    return part;
+  }
+};
+
+#define CLOVER_TRY(expression)                    \
+  do {                                            \
+    cudaError_t error_ = (expression);            \
+    if (error_ != cudaSuccess) return error_;     \
+  } while (false)
+
+}  // namespace clover

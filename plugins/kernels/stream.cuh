@@ -1,0 +1,130 @@
+// Products that stream weights: 32 rows of a weight matrix against a few tokens, by one block.
+//
+// The rows are read once, straight from memory into registers, 16 bytes a lane, and serve as the A side of the tensor
+// core product (16 rows, two tiles); up to 8 * TokenTiles tokens are its B side. The warps of a block share the depth
+// between them and add up at the end, in a fixed order. A lane takes 16 neighbouring bytes of the depth from a row and
+// from a token: the tensor core sums over the depth in an order that both share, so no fragment is ever rearranged.
+#pragma once
+
+#include "mma.cuh"
+
+namespace clover {
+
+constexpr int kStreamWarps = 8;
+constexpr int kStreamThreads = 32 * kStreamWarps;
+constexpr int kStreamRows = 32;   // weight rows of a block
+constexpr int kQuantBlock = 128;  // a side of the blocks that share a scale in an FP8 matrix, and a token's group
+
+template <int TokenTiles>
+struct StreamSums {
+  float at[2][TokenTiles][4];
+};
+
+template <int TokenTiles>
+__device__ __forceinline__ void clear(StreamSums<TokenTiles>& sums) {
+  CLOVER_UNROLL
+  for (int i = 0; i < 2 * TokenTiles * 4; ++i) sums.at[i / (4 * TokenTiles)][i / 4 % TokenTiles][i % 4] = 0.0f;
+}
+
+// Rows g, g + 8 of the first tile and of the second; tokens g of each token tile. Only the first `tiles` tiles are done.
+template <int TokenTiles>
+__device__ __forceinline__ void stream_product(StreamSums<TokenTiles>& sums, const bf16* const (&row)[4],
+                                               const bf16* const (&token)[TokenTiles], int tiles, int depth) {
+  const int warp = threadIdx.x / 32, c = threadIdx.x % 4;
+  CLOVER_UNROLL_BY(2)
+  for (int at = 32 * warp; at < depth; at += 32 * kStreamWarps) {
+    const int k = at + 8 * c;
+    const Vector16 a0 = load16_once(row[0] + k), a1 = load16_once(row[1] + k), a2 = load16_once(row[2] + k),
+                   a3 = load16_once(row[3] + k);
+    CLOVER_UNROLL
+    for (int n = 0; n < TokenTiles; ++n) {
+      if (n >= tiles) break;
+      const Vector16 b = load16(token[n] + k);
+      CLOVER_UNROLL
+      for (int w = 0; w < 4; w += 2) {
+        const uint32_t fb[2] = {b.word[w], b.word[w + 1]};
+        const uint32_t first[4] = {a0.word[w], a1.word[w], a0.word[w + 1], a1.word[w + 1]};
+        const uint32_t second[4] = {a2.word[w], a3.word[w], a2.word[w + 1], a3.word[w + 1]};
+        mma_bf16(sums.at[0][n], first, fb);
+        mma_bf16(sums.at[1][n], second, fb);
+      }
+    }
+  }
+}
+
+// The same in e4m3; every group of 128 of the depth has its scales. `token_scale(n, i, group)` is that of the token of a
+// lane's result column i (0 or 1) of token tile n.
+template <int TokenTiles, class TokenScale>
+__device__ __forceinline__ void stream_product(StreamSums<TokenTiles>& sums, const e4m3* const (&row)[4],
+                                               const e4m3* const (&token)[TokenTiles], int tiles, int depth,
+                                               const bf16* const (&row_scale)[2], TokenScale token_scale) {
+  const int warp = threadIdx.x / 32, c = threadIdx.x % 4;
+  for (int group = warp; group * kQuantBlock < depth; group += kStreamWarps) {
+    StreamSums<TokenTiles> part;
+    clear(part);
+    CLOVER_UNROLL_BY(1)
+    for (int half = 0; half < 2; ++half) {
+      const int k = group * kQuantBlock + half * 64 + 16 * c;
+      const Vector16 a0 = load16_once(row[0] + k), a1 = load16_once(row[1] + k), a2 = load16_once(row[2] + k),
+                     a3 = load16_once(row[3] + k);
+      CLOVER_UNROLL
+      for (int n = 0; n < TokenTiles; ++n) {
+        if (n >= tiles) break;
+        const Vector16 b = load16(token[n] + k);
+        CLOVER_UNROLL
+        for (int w = 0; w < 4; w += 2) {
+          const uint32_t fb[2] = {b.word[w], b.word[w + 1]};
+          const uint32_t first[4] = {a0.word[w], a1.word[w], a0.word[w + 1], a1.word[w + 1]};
+          const uint32_t second[4] = {a2.word[w], a3.word[w], a2.word[w + 1], a3.word[w + 1]};
+          mma_e4m3(part.at[0][n], first, fb);
+          mma_e4m3(part.at[1][n], second, fb);
+        }
+      }
+    }
+    const float scale[2] = {to_float(row_scale[0][group]), to_float(row_scale[1][group])};
+    CLOVER_UNROLL
+    for (int n = 0; n < TokenTiles; ++n) {
+      if (n >= tiles) break;
+      CLOVER_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const float of_token = token_scale(n, i % 2, group);
+        sums.at[0][n][i] += part.at[0][n][i] * (scale[0] * of_token);
+        sums.at[1][n][i] += part.at[1][n][i] * (scale[1] * of_token);
+      }
+    }
+  }
+}
+
+template <int TokenTiles>
+__host__ __device__ constexpr size_t stream_shared() {
+  return sizeof(float) * kStreamWarps * kStreamRows * 8 * TokenTiles;
+}
+
+// Puts the sums of all warps into shared memory; after it `stream_total` gives the product of a row and a token.
+template <int TokenTiles>
+__device__ __forceinline__ void stream_gather(const StreamSums<TokenTiles>& sums, float* shared) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+  sync_threads();
+  CLOVER_UNROLL
+  for (int tile = 0; tile < 2; ++tile) {
+    CLOVER_UNROLL
+    for (int n = 0; n < TokenTiles; ++n) {
+      CLOVER_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int row = 16 * tile + g + i / 2 * 8, token = 8 * n + 2 * c + i % 2;
+        shared[(warp * kStreamRows + row) * 8 * TokenTiles + token] = sums.at[tile][n][i];
+      }
+    }
+  }
+  sync_threads();
+}
+
+template <int TokenTiles>
+__device__ __forceinline__ float stream_total(const float* shared, int row, int token) {
+  float sum = 0.0f;
+  CLOVER_UNROLL
+  for (int warp = 0; warp < kStreamWarps; ++warp) sum += shared[(warp * kStreamRows + row) * 8 * TokenTiles + token];
+  return sum;
+}
+
+}  // namespace clover

@@ -19,6 +19,7 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m clover_trt.bench.cpu --out out/bench
+	$(BIN)/python -m clover_trt.bench.decode --out out/bench
 
 $(ENGINE)/manifest.json: $(VENV)/.build clover_trt/assets/clover_tiny/model.safetensors
 	$(BIN)/clover-trt build --gpu cpu --checkpoint clover-tiny --out $(ENGINE)

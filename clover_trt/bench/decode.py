@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import cProfile
 import json
+import os
 import pstats
 import statistics
 import tempfile
@@ -95,9 +96,10 @@ def run(scheduler: Scheduler, asked: list[Request]) -> float:
     return time.perf_counter() - begin
 
 
-def in_flight(package: EnginePackage, codec: TextCodec, rounds: int) -> dict[str, float]:
+def in_flight(package: EnginePackage, codec: TextCodec, rounds: int, threads: int) -> dict[str, float]:
     """Tokens/s of one request alone and of eight together, and the share of the wall time outside the engine's steps."""
-    one, many = TimedSession(OrtSession(package)), TimedSession(OrtSession(package, slots=IN_FLIGHT))
+    one = TimedSession(OrtSession(package, threads=threads))
+    many = TimedSession(OrtSession(package, slots=IN_FLIGHT, threads=threads))
     speeds: dict[str, list[float]] = {"one": [], "many": []}
     wall = {"one": 0.0, "many": 0.0}
     for turn in range(rounds + 1):
@@ -192,7 +194,9 @@ def main(
         build(Checkpoint(checkpoint), engine, progress=status.update)
         package = open_package(engine)
         status.update("one request and eight in flight")
-        result: dict[str, Any] = in_flight(package, codec, rounds)
+        cores = len(os.sched_getaffinity(0))
+        by_threads = {str(n): in_flight(package, codec, rounds, n) for n in sorted({1, min(2, cores)})}
+        result: dict[str, Any] = {**by_threads[max(by_threads, key=int)], "by_threads": by_threads}
         status.update("the host loop alone")
         result |= host_loop(package, codec)
         status.update(f"a second turn over {HISTORY} tokens")
@@ -201,9 +205,11 @@ def main(
     (out / "decode.json").write_text(json.dumps(result, indent=2) + "\n")
     table = Table("figure", "value", "target")
     for key, value in result.items():
-        if key != "profile":
+        if isinstance(value, float):
             table.add_row(key, f"{value:.4g}", TARGETS.get(key, ""))
     Console().print(table)
+    for threads, figures in by_threads.items():
+        Console().print(f"{threads} thread(s): in_flight_vs_one {figures['in_flight_vs_one']:.2f}", highlight=False)
     for each in result["profile"]:
         Console().print(f"{each['share']:6.1%} of the host loop: {each['function']}", highlight=False)
     print(f"wrote {out / 'decode.json'}")

@@ -78,7 +78,6 @@ class OrtSession:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))
         options.log_severity_level = 3
-        options.enable_cpu_mem_arena = False  # freed buffers go back, so memory stays near weights and caches
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(package.folder))
         self._probes = probes
         self.probed: dict[str, NDArray[np.float32]] = {}

@@ -2,7 +2,7 @@
 // The formulas are in docs/block-step.md; the reference is clover_trt/model/gdn.py.
 #pragma once
 
-#include "device.cuh"
+#include "numbers.h"
 
 namespace clover {
 

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "device.cuh"
+#include "numbers.h"
 
 namespace clover::test {
 
@@ -77,7 +77,7 @@ class Buffer {
     data_ = static_cast<T*>(std::malloc(count * sizeof(T) + (count == 0)));
     std::memset(static_cast<void*>(data_), 0xff, count * sizeof(T));
 #else
-    if (cudaMalloc(&data_, count * sizeof(T) + (count == 0)) != cudaSuccess) fail("no memory on the GPU");
+    if (cudaMalloc(reinterpret_cast<void**>(&data_), count * sizeof(T) + (count == 0)) != cudaSuccess) fail("no memory on the GPU");
     cudaMemset(data_, 0xff, count * sizeof(T));
 #endif
   }

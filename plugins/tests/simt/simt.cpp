@@ -214,6 +214,7 @@ void launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void
   unsigned threads = block.x;
   if (block.y != 1 || block.z != 1 || threads == 0 || threads % 32 != 0 || threads > 1024)
     fail("expected a block of one dimension, a multiple of 32 threads, at most 1024");
+  if (shared_bytes > 99 << 10) fail("more than 99 KB of shared memory, which not every GPU from sm_80 on has");
   machine.fibers.resize(std::max<size_t>(machine.fibers.size(), threads));
   machine.warps.resize(std::max<size_t>(machine.warps.size(), threads / 32));
   machine.body = &body;

@@ -1,10 +1,12 @@
-# Two commands for a newcomer: `make quickstart`, then `make test`.
+# Two commands for a newcomer: `make quickstart`, then `make test`. `make plugins-test` needs a C++ compiler too.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 ENGINE := build/engines/tiny
 
-.PHONY: quickstart test bench lint clean
+PRESETS := h200 gb300 portable
+
+.PHONY: quickstart test plugins-test bench lint clean
 
 quickstart: $(VENV)/.build $(ENGINE)/manifest.json
 	$(BIN)/clover-trt generate --engine $(ENGINE) --prompt "Set a timer for 25 minutes."
@@ -16,6 +18,11 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+plugins-test: $(VENV)/.plugins
+	$(BIN)/python -m clover_trt.engine.plugins host-sanitized $(PRESETS)
+	cd plugins && PATH="$(abspath $(BIN)):$$PATH" && for preset in host-sanitized $(PRESETS); do ctest --preset $$preset || exit 1; done
+	$(BIN)/python -m pytest -q plugins/tests
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m clover_trt.bench.cpu --out out/bench
@@ -31,6 +38,13 @@ $(VENV)/.build: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.build
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(VENV)/.plugins: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt cmake ninja
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps kernel-lens
+	command -v nvcc > /dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	    nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl
 	touch $@
 
 clean:

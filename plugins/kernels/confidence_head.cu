@@ -63,7 +63,7 @@ __device__ __forceinline__ void apply_controls(const HeadShape& s, const HeadArg
 }
 
 template <int Tiles>
-__global__ void __launch_bounds__(kStreamThreads) head_part(HeadShape s, HeadArguments x, Parts p) {
+__global__ void __launch_bounds__(kStreamThreads, Tiles == 4 ? 2 : 1) head_part(HeadShape s, HeadArguments x, Parts p) {
   constexpr int Positions = 8 * Tiles, Stride = Positions + 1;
   CLOVER_SHARED(memory);
   float* const gathered = reinterpret_cast<float*>(memory);
@@ -144,7 +144,6 @@ __global__ void __launch_bounds__(kStreamThreads) head_part(HeadShape s, HeadArg
         }
       }
     }
-    sync_threads();
   }
 }
 
@@ -203,7 +202,6 @@ __global__ void __launch_bounds__(kJoinThreads) head_join(HeadShape s, HeadArgum
         from = other_from;
       }
     }
-    sync_threads();
     if (lane == 0) {
       m.value[warp] = best;
       m.id[warp] = id;

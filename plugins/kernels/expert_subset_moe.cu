@@ -343,7 +343,6 @@ __device__ __forceinline__ void expert_product(float* shared, const W* const (&r
   constexpr int Tiles = kExpertTiles<W>;
   int* const line = reinterpret_cast<int*>(shared + stream_shared<Tiles>() / sizeof(float));
   const int g = threadIdx.x % 32 / 4;
-  sync_threads();
   if (threadIdx.x < 8 * Tiles) line[threadIdx.x] = line_at(static_cast<int>(threadIdx.x) < here ? static_cast<int>(threadIdx.x) : 0);
   sync_threads();
   const W* token[Tiles];
@@ -372,13 +371,17 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocks<W>) moe_gate_up(Bank<W
   const W *gate = b.gate + e * b.inner_stride, *up = b.up + e * b.inner_stride;
   const W* row[4];
   CLOVER_UNROLL
-  for (int i = 0; i < 4; ++i) row[i] = (i < 2 ? gate : up) + static_cast<size_t>(r0 + 8 * (i % 2) + g) * hidden;
+  for (int i = 0; i < 4; ++i) {
+    const int r = r0 + 8 * (i % 2) + g;
+    row[i] = (i < 2 ? gate : up) + static_cast<size_t>(r < b.width ? r : b.width - 1) * hidden;
+  }
   const size_t of_rows = e * b.inner_scale_stride + static_cast<size_t>(r0 / kQuantBlock) * (hidden / kQuantBlock);
   const bf16* const row_scale[2] = {b.gate_scale + of_rows, b.up_scale + of_rows};
   for (int begin = 0; begin < count; begin += 8 * Tiles) {
     const int here = count - begin < 8 * Tiles ? count - begin : 8 * Tiles;
     expert_product<W>(shared, row, row_scale, b.x, b.x_scale, hidden, here, [&](int i) { return b.list[offset + begin + i] / b.top_k; });
     for (int i = threadIdx.x; i < here * 16; i += kStreamThreads) {
+      if (r0 + i % 16 >= b.width) continue;
       const float up_sum = stream_total<Tiles>(shared, 16 + i % 16, i / 16);
       const float value = silu(stream_total<Tiles>(shared, i % 16, i / 16)) * up_sum;
       b.inner_out[static_cast<size_t>(offset + begin + i / 16) * b.width + r0 + i % 16] = from_float<bf16>(value);
@@ -428,7 +431,7 @@ __global__ void __launch_bounds__(256) moe_combine(MoeShape s, Lengths lengths, 
 template <class W>
 cudaError_t run_gate_up(const Bank<W>& b, int experts, int hidden, cudaStream_t stream) {
   const unsigned e = static_cast<unsigned>(experts);
-  return launch(moe_gate_up<W>, dim3(static_cast<unsigned>(b.width / 16), e), kStreamThreads, expert_shared<W>(), stream, b, hidden);
+  return launch(moe_gate_up<W>, dim3(static_cast<unsigned>((b.width + 15) / 16), e), kStreamThreads, expert_shared<W>(), stream, b, hidden);
 }
 
 template <class W>
@@ -449,10 +452,9 @@ const char* moe_unsupported(const MoeShape& s) {
   if (s.experts < 1 || s.experts > kMostExperts) return "1 to 512 experts";
   if (s.top_k < 1 || s.top_k > kMostTopK || s.top_k > s.experts) return "1 to 16 experts a token, no more than there are";
   if (s.block < 1 || s.block > 64) return "blocks of 1 to 64 tokens";
-  const int unit = sizeof(W) == 1 ? kQuantBlock : 32;
-  if (s.hidden % unit != 0 || s.width % unit != 0 || s.shared_width % 32 != 0)
-    return sizeof(W) == 1 ? "hidden size and expert width multiples of 128, the shared width of 32"
-                          : "hidden size and expert widths multiples of 32";
+  if (s.hidden % 32 != 0 || s.width % 8 != 0 || s.shared_width % 8 != 0) return "a hidden size that is a multiple of 32, widths of 8";
+  if (sizeof(W) == 1 && (s.hidden % kQuantBlock != 0 || s.width % kQuantBlock != 0))
+    return "a hidden size and an expert width that are multiples of 128, for blocks of 128 x 128";
   return nullptr;
 }
 

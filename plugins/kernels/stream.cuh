@@ -27,6 +27,7 @@ __device__ __forceinline__ void clear(StreamSums<TokenTiles>& sums) {
 }
 
 // Rows g, g + 8 of the first tile and of the second; tokens g of each token tile. Only the first `tiles` tiles are done.
+// The depth is a multiple of 8.
 template <int TokenTiles>
 __device__ __forceinline__ void stream_product(StreamSums<TokenTiles>& sums, const bf16* const (&row)[4],
                                                const bf16* const (&token)[TokenTiles], int tiles, int depth) {
@@ -34,12 +35,19 @@ __device__ __forceinline__ void stream_product(StreamSums<TokenTiles>& sums, con
   CLOVER_UNROLL_BY(2)
   for (int at = 32 * warp; at < depth; at += 32 * kStreamWarps) {
     const int k = at + 8 * c;
-    const Vector16 a0 = load16_once(row[0] + k), a1 = load16_once(row[1] + k), a2 = load16_once(row[2] + k),
-                   a3 = load16_once(row[3] + k);
+    const bool inside = k < depth;
+    Vector16 a0{}, a1{}, a2{}, a3{};
+    if (inside) {
+      a0 = load16_once(row[0] + k);
+      a1 = load16_once(row[1] + k);
+      a2 = load16_once(row[2] + k);
+      a3 = load16_once(row[3] + k);
+    }
     CLOVER_UNROLL
     for (int n = 0; n < TokenTiles; ++n) {
       if (n >= tiles) break;
-      const Vector16 b = load16(token[n] + k);
+      Vector16 b{};
+      if (inside) b = load16(token[n] + k);
       CLOVER_UNROLL
       for (int w = 0; w < 4; w += 2) {
         const uint32_t fb[2] = {b.word[w], b.word[w + 1]};

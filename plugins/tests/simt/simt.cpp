@@ -77,6 +77,7 @@ struct Fiber {
 struct Warp {
   unsigned arrived = 0;
   const void* operation = nullptr;
+  std::vector<unsigned> ready;
   alignas(16) unsigned char in[32 * kSlot];
   alignas(16) unsigned char out[32 * kSlot];
 };
@@ -84,8 +85,8 @@ struct Warp {
 struct Machine {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
-  std::vector<unsigned> ready;
-  std::vector<unsigned char> dummy;
+  std::vector<unsigned> order;  // of the warps: the first that can run goes on
+  bool shuffled = true;         // a new order at every step; otherwise one for the whole block
   std::unique_ptr<unsigned char[]> shared;
   const std::function<void()>* body = nullptr;
   unsigned running = 0, at_barrier = 0, alive = 0;
@@ -174,33 +175,46 @@ void resume(unsigned index) {
 
 void wake(unsigned index) {
   machine.fibers[index].state = State::kReady;
-  machine.ready.push_back(index);
+  machine.warps[index / 32].ready.push_back(index);
+}
+
+// The next thread to run: of any warp, or of the first in the block's order, so that some warps run far ahead of others.
+bool take_ready(unsigned& index) {
+  if (machine.shuffled) std::swap(machine.order[0], machine.order[machine.random() % machine.order.size()]);
+  for (unsigned warp : machine.order) {
+    std::vector<unsigned>& ready = machine.warps[warp].ready;
+    if (ready.empty()) continue;
+    std::swap(ready[machine.random() % ready.size()], ready.back());
+    index = ready.back();
+    ready.pop_back();
+    return true;
+  }
+  return false;
 }
 
 void run_block(unsigned threads) {
-  machine.ready.clear();
   machine.alive = threads;
   machine.at_barrier = 0;
+  machine.order.resize(threads / 32);
+  std::iota(machine.order.begin(), machine.order.end(), 0u);
+  std::shuffle(machine.order.begin(), machine.order.end(), machine.random);
+  machine.shuffled = machine.random() % 2 == 0;
   for (Warp& warp : machine.warps) warp.arrived = 0;
   for (unsigned i = 0; i < threads; ++i) {
     prepare(machine.fibers[i]);
-    machine.ready.push_back(i);
+    wake(i);
   }
   while (machine.alive > 0) {
-    if (machine.ready.empty()) {
-      if (machine.at_barrier == machine.alive) {  // threads that have ended count as arrived
-        machine.at_barrier = 0;
-        for (unsigned i = 0; i < threads; ++i)
-          if (machine.fibers[i].state == State::kAtBarrier) wake(i);
-        continue;
-      }
+    unsigned index;
+    if (take_ready(index)) {
+      resume(index);
+    } else if (machine.at_barrier == machine.alive) {  // threads that have ended count as arrived
+      machine.at_barrier = 0;
+      for (unsigned i = 0; i < threads; ++i)
+        if (machine.fibers[i].state == State::kAtBarrier) wake(i);
+    } else {
       fail("threads wait for others that wait elsewhere or have ended (a barrier or warp operation in divergent code)");
     }
-    size_t pick = machine.random() % machine.ready.size();
-    std::swap(machine.ready[pick], machine.ready.back());
-    unsigned index = machine.ready.back();
-    machine.ready.pop_back();
-    resume(index);
   }
 }
 

@@ -1,9 +1,9 @@
 // A small SIMT harness: the kernel sources compile as host C++ and run thread by thread.
 //
 // Each thread of a block is a fiber. A fiber runs until it meets a barrier or an operation of its warp; then any other
-// fiber that can run goes on, in an order drawn from a seed. Between two barriers threads therefore see each other's
-// writes in all kinds of orders, and a missing barrier gives a wrong result under some seed. Blocks run one after
-// another, in a drawn order too. A barrier that not every thread reaches ends the program with a message.
+// fiber that can run goes on, in an order drawn from a seed: now any, now those of one warp as far as they get before
+// another's. Between two barriers threads therefore see each other's writes in all kinds of orders, and a missing barrier
+// gives a wrong result under some seed. Blocks run one after another, in a drawn order too. A barrier that not every thread reaches ends the program with a message.
 #pragma once
 
 #include <cstddef>

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import onnx
+import onnxruntime as ort
 import torch
 from torch import Tensor
 
+from clover_trt.graph.contract import DOMAIN, OPS, OPSET, VERSION
 from clover_trt.model.gdn import GdnCache, GdnWeights
 from clover_trt.model.head import Controls
 from clover_trt.model.lengths import Lengths
@@ -123,3 +127,22 @@ def head_inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Controls]:
     mask = torch.zeros(V)
     mask[[V - 7, V - 3, V - 2, V - 1]] = -torch.inf
     return draw(case["rows"], case["positions"], H), draw(V, H, spread=2 * H**-0.5), mask, controls(case, draw, V - 7)
+
+
+KINDS = {torch.float32: onnx.TensorProto.FLOAT, torch.int32: onnx.TensorProto.INT32, torch.int64: onnx.TensorProto.INT64}
+
+
+def run_body(body: onnx.FunctionProto, inputs: list[Tensor], attributes: dict[str, int]) -> list[Tensor]:
+    """One node of an operation, computed by ONNX Runtime through a function body."""
+    op, make = OPS[body.name], onnx.helper
+    values = [make.make_tensor_value_info(n, KINDS[t.dtype], list(t.shape)) for n, t in zip(op.inputs, inputs, strict=True)]
+    whole = ("candidate_ids", "distinct_experts")
+    kinds = [onnx.TensorProto.INT64 if name in whole else onnx.TensorProto.FLOAT for name in op.outputs]
+    results = [make.make_tensor_value_info(name, kind, None) for name, kind in zip(op.outputs, kinds, strict=True)]
+    node = make.make_node(body.name, op.inputs, op.outputs, domain=DOMAIN, **attributes)
+    opsets = [make.make_opsetid("", OPSET), make.make_opsetid(DOMAIN, VERSION), make.make_opsetid("com.microsoft", 1)]
+    graph = make.make_graph([node], "one", values, results)
+    model = make.make_model(graph, functions=[body], opset_imports=opsets, ir_version=11)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    found = session.run(None, {name: tensor.numpy() for name, tensor in zip(op.inputs, inputs, strict=True)})
+    return [torch.from_numpy(np.asarray(value)) for value in found]

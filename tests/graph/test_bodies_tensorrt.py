@@ -11,7 +11,7 @@ import torch
 from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.engine.package import EnginePackage
 from clover_trt.graph.bodies_tensorrt import CHUNK, function_bodies
-from clover_trt.graph.contract import DOMAIN, OPS, OPSET, VERSION, advanced_name, expert_names
+from clover_trt.graph.contract import OPS, advanced_name, expert_names
 from clover_trt.model.block_step import CloverModel
 from clover_trt.model.gdn import GdnCache, GdnWeights, gdn_block_scan
 from clover_trt.model.lengths import Lengths
@@ -19,6 +19,7 @@ from clover_trt.parity.torch_session import TorchSession
 from clover_trt.parity.verify import compare_layers, probe_graph, relative_error
 from clover_trt.runtime.ort_session import OrtSession
 from clover_trt.runtime.session import StepInput, StepOutput
+from tests.kernel_cases import run_body
 from tests.small import SMALL
 
 
@@ -71,21 +72,6 @@ def test_bodies_follow_the_contract_and_use_standard_operators_only() -> None:
             assert {node.domain for node in body.node} == {""}
 
 
-def run_op(name: str, inputs: list[torch.Tensor], attributes: dict[str, int]) -> list[np.ndarray]:
-    """One operation alone, through its body."""
-    types = {torch.float32: onnx.TensorProto.FLOAT, torch.int32: onnx.TensorProto.INT32}
-    (body,) = [body for body in function_bodies(SMALL, onnx.TensorProto.FLOAT) if body.name == name]
-    op, make = OPS[name], onnx.helper
-    values = [make.make_tensor_value_info(n, types[t.dtype], list(t.shape)) for n, t in zip(op.inputs, inputs, strict=True)]
-    results = [make.make_tensor_value_info(n, onnx.TensorProto.FLOAT, None) for n in op.outputs]
-    node = make.make_node(name, op.inputs, op.outputs, domain=DOMAIN, **attributes)
-    opsets = [make.make_opsetid("", OPSET), make.make_opsetid(DOMAIN, VERSION)]
-    graph = make.make_graph([node], "one", values, results)
-    model = make.make_model(graph, functions=[body], opset_imports=opsets, ir_version=11)
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, {n: t.numpy() for n, t in zip(op.inputs, inputs, strict=True)})  # type: ignore[no-any-return]
-
-
 def test_the_chunked_rule_survives_identical_keys() -> None:
     """Equal keys, no decay and full write strength are the worst case of the triangle's inverse."""
     B, T, heads = 2, 2 * CHUNK + 5, SMALL.linear_num_value_heads
@@ -102,7 +88,8 @@ def test_the_chunked_rule_survives_identical_keys() -> None:
     lengths = Lengths(*(torch.full((B,), n, dtype=torch.int32) for n in (9, T, 0)))
     expected, advanced = gdn_block_scan(qkv, gates, gates, weights, cache, lengths)
     attributes = {"k_heads": 2, "v_heads": heads, "k_dim": 8, "v_dim": 16, "kernel": 4, "right_kernel": 3}
-    out, conv, recurrent = run_op("GdnBlockScan", [qkv, gates, gates, *weights, *cache, *lengths], attributes)
-    assert relative_error(out, expected.numpy()) < 1e-5
-    assert relative_error(recurrent, advanced.recurrent.numpy()) < 1e-5
-    assert np.array_equal(conv, advanced.conv.numpy())
+    (body,) = [body for body in function_bodies(SMALL, onnx.TensorProto.FLOAT) if body.name == "GdnBlockScan"]
+    out, conv, recurrent = run_body(body, [qkv, gates, gates, *weights, *cache, *lengths], attributes)
+    assert relative_error(out.numpy(), expected.numpy()) < 1e-5
+    assert relative_error(recurrent.numpy(), advanced.recurrent.numpy()) < 1e-5
+    assert torch.equal(conv, advanced.conv)

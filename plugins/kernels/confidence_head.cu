@@ -126,15 +126,7 @@ __global__ void __launch_bounds__(kStreamThreads, Tiles == 4 ? 2 : 1) head_part(
             id = v0 + lane + 32 * i;
           }
         }
-        CLOVER_UNROLL
-        for (int mask = 16; mask > 0; mask /= 2) {
-          const float other = shuffle_xor(best, mask);
-          const int other_id = shuffle_xor(id, mask);
-          if (other > best || (other == best && other_id < id)) {
-            best = other;
-            id = other_id;
-          }
-        }
+        lane_best(best, id);
         CLOVER_UNROLL
         for (int i = 0; i < kVocabularyRows / 32; ++i)
           if (id == v0 + lane + 32 * i) value[i] = -INFINITY;
@@ -149,7 +141,7 @@ __global__ void __launch_bounds__(kStreamThreads, Tiles == 4 ? 2 : 1) head_part(
 
 struct JoinShared {
   float value[kJoinThreads / 32];
-  int id[kJoinThreads / 32], part[kJoinThreads / 32];
+  int id[kJoinThreads / 32];
   float sum[kJoinThreads / 32];
 };
 
@@ -182,30 +174,19 @@ __global__ void __launch_bounds__(kJoinThreads) head_join(HeadShape s, HeadArgum
   const float log_total = most + logf(sum);
   for (int rank = 0; rank < s.candidates; ++rank) {
     float best = -INFINITY;
-    int id = 0x7fffffff, from = -1;
+    int id = 0x7fffffff;
     for (int part = threadIdx.x; part < parts; part += kJoinThreads) {
       if (taken[part] >= s.candidates) continue;
       const size_t at = (static_cast<size_t>(part) * N + n) * s.candidates + taken[part];
       if (p.value[at] > best || (p.value[at] == best && p.id[at] < id)) {
         best = p.value[at];
         id = p.id[at];
-        from = part;
       }
     }
-    CLOVER_UNROLL
-    for (int mask = 16; mask > 0; mask /= 2) {
-      const float other = shuffle_xor(best, mask);
-      const int other_id = shuffle_xor(id, mask), other_from = shuffle_xor(from, mask);
-      if (other > best || (other == best && other_id < id)) {
-        best = other;
-        id = other_id;
-        from = other_from;
-      }
-    }
+    lane_best(best, id);
     if (lane == 0) {
       m.value[warp] = best;
       m.id[warp] = id;
-      m.part[warp] = from;
     }
     sync_threads();
     if (threadIdx.x == 0) {
@@ -213,10 +194,9 @@ __global__ void __launch_bounds__(kJoinThreads) head_join(HeadShape s, HeadArgum
         if (m.value[w] > best || (m.value[w] == best && m.id[w] < id)) {
           best = m.value[w];
           id = m.id[w];
-          from = m.part[w];
         }
       }
-      if (from >= 0) ++taken[from];
+      if (id < s.vocabulary) ++taken[id / kVocabularyRows];
       const size_t at = static_cast<size_t>(n) * s.candidates + rank;
       x.candidate_ids[at] = id < s.vocabulary ? id : rank;  // all logits of the row are not numbers
       x.candidate_logprobs[at] = id < s.vocabulary || sum != sum ? best - log_total : -INFINITY;

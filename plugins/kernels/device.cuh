@@ -105,6 +105,19 @@ __device__ __forceinline__ float lane_max(float value) {
   return value;
 }
 
+// The largest value of a warp and its id (ties: the lower id), on every lane.
+__device__ __forceinline__ void lane_best(float& value, int& id) {
+  CLOVER_UNROLL
+  for (int mask = 16; mask > 0; mask /= 2) {
+    const float other = shuffle_xor(value, mask);
+    const int other_id = shuffle_xor(id, mask);
+    if (other > value || (other == value && other_id < id)) {
+      value = other;
+      id = other_id;
+    }
+  }
+}
+
 // 16 bytes in one load.
 struct alignas(16) Vector16 {
   uint32_t word[4];

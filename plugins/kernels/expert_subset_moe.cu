@@ -149,15 +149,7 @@ __device__ __forceinline__ int take_best(float (&probability)[kPerLane], float& 
       at = lane + 32 * i;
     }
   }
-  CLOVER_UNROLL
-  for (int mask = 16; mask > 0; mask /= 2) {
-    const float other = shuffle_xor(best, mask);
-    const int other_at = shuffle_xor(at, mask);
-    if (other > best || (other == best && other_at < at)) {
-      best = other;
-      at = other_at;
-    }
-  }
+  lane_best(best, at);
   CLOVER_UNROLL
   for (int i = 0; i < kPerLane; ++i)
     if (at == lane + 32 * i) probability[i] = -2.0f;

@@ -26,6 +26,19 @@ __device__ __forceinline__ void clear(StreamSums<TokenTiles>& sums) {
   for (int i = 0; i < 2 * TokenTiles * 4; ++i) sums.at[i / (4 * TokenTiles)][i / 4 % TokenTiles][i % 4] = 0.0f;
 }
 
+// 16 bytes of the depth: rows g, g + 8 of both tiles against a token tile, with the product of their type.
+template <class Mma>
+__device__ __forceinline__ void multiply_rows(float (&first)[4], float (&second)[4], const Vector16 (&a)[4], const Vector16& b, Mma mma) {
+  CLOVER_UNROLL
+  for (int w = 0; w < 4; w += 2) {
+    const uint32_t fb[2] = {b.word[w], b.word[w + 1]};
+    const uint32_t above[4] = {a[0].word[w], a[1].word[w], a[0].word[w + 1], a[1].word[w + 1]};
+    const uint32_t below[4] = {a[2].word[w], a[3].word[w], a[2].word[w + 1], a[3].word[w + 1]};
+    mma(first, above, fb);
+    mma(second, below, fb);
+  }
+}
+
 // Rows g, g + 8 of the first tile and of the second; tokens g of each token tile. Only the first `tiles` tiles are done.
 // The depth is a multiple of 8.
 template <int TokenTiles>
@@ -36,26 +49,16 @@ __device__ __forceinline__ void stream_product(StreamSums<TokenTiles>& sums, con
   for (int at = 32 * warp; at < depth; at += 32 * kStreamWarps) {
     const int k = at + 8 * c;
     const bool inside = k < depth;
-    Vector16 a0{}, a1{}, a2{}, a3{};
-    if (inside) {
-      a0 = load16_once(row[0] + k);
-      a1 = load16_once(row[1] + k);
-      a2 = load16_once(row[2] + k);
-      a3 = load16_once(row[3] + k);
-    }
+    Vector16 a[4] = {};
+    CLOVER_UNROLL
+    for (int i = 0; i < 4; ++i)
+      if (inside) a[i] = load16_once(row[i] + k);
     CLOVER_UNROLL
     for (int n = 0; n < TokenTiles; ++n) {
       if (n >= tiles) break;
       Vector16 b{};
       if (inside) b = load16(token[n] + k);
-      CLOVER_UNROLL
-      for (int w = 0; w < 4; w += 2) {
-        const uint32_t fb[2] = {b.word[w], b.word[w + 1]};
-        const uint32_t first[4] = {a0.word[w], a1.word[w], a0.word[w + 1], a1.word[w + 1]};
-        const uint32_t second[4] = {a2.word[w], a3.word[w], a2.word[w + 1], a3.word[w + 1]};
-        mma_bf16(sums.at[0][n], first, fb);
-        mma_bf16(sums.at[1][n], second, fb);
-      }
+      multiply_rows(sums.at[0][n], sums.at[1][n], a, b, mma_bf16);
     }
   }
 }
@@ -73,20 +76,12 @@ __device__ __forceinline__ void stream_product(StreamSums<TokenTiles>& sums, con
     CLOVER_UNROLL_BY(1)
     for (int half = 0; half < 2; ++half) {
       const int k = group * kQuantBlock + half * 64 + 16 * c;
-      const Vector16 a0 = load16_once(row[0] + k), a1 = load16_once(row[1] + k), a2 = load16_once(row[2] + k),
-                     a3 = load16_once(row[3] + k);
+      const Vector16 a[4] = {load16_once(row[0] + k), load16_once(row[1] + k), load16_once(row[2] + k), load16_once(row[3] + k)};
       CLOVER_UNROLL
       for (int n = 0; n < TokenTiles; ++n) {
         if (n >= tiles) break;
         const Vector16 b = load16(token[n] + k);
-        CLOVER_UNROLL
-        for (int w = 0; w < 4; w += 2) {
-          const uint32_t fb[2] = {b.word[w], b.word[w + 1]};
-          const uint32_t first[4] = {a0.word[w], a1.word[w], a0.word[w + 1], a1.word[w + 1]};
-          const uint32_t second[4] = {a2.word[w], a3.word[w], a2.word[w + 1], a3.word[w + 1]};
-          mma_e4m3(part.at[0][n], first, fb);
-          mma_e4m3(part.at[1][n], second, fb);
-        }
+        multiply_rows(part.at[0][n], part.at[1][n], a, b, mma_e4m3);
       }
     }
     const float scale[2] = {to_float(row_scale[0][group]), to_float(row_scale[1][group])};

@@ -40,6 +40,7 @@ def build(
     operations: Annotated[
         str | None, typer.Option(help="plugins, or functions: the operations in TensorRT's own operators.")
     ] = None,
+    plugin_library: Annotated[Path | None, typer.Option(help="A compiled libclover_plugins.so; else compiled here.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Finish this build bundle on a machine that can.")] = None,
     gate: Annotated[
         bool, typer.Option("--gate/--no-gate", help="Compare the layers with the reference before the package is finished.")
@@ -78,6 +79,7 @@ def build(
                 max_seq_len=max_seq_len,
                 compute_capability=compute_capability,
                 operations=operations,
+                plugin_library=plugin_library,
                 progress=progress,
                 log=write_log,
                 gate=layer_gate(source) if gate else None,

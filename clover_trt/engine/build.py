@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.config import BuildConfig, ModelConfig, OptimizationProfile, validated
 from clover_trt.engine import build_cpu, build_tensorrt
-from clover_trt.engine.package import GRAPH, GRAPH_DATA, carry_files, open_package, package_writer, write_metadata
+from clover_trt.engine.package import (
+    GRAPH,
+    GRAPH_DATA,
+    LIBRARY,
+    EnginePackage,
+    carry_files,
+    open_package,
+    package_writer,
+    write_metadata,
+)
+from clover_trt.engine.plugins import EXPECTED, build_library, check_geometry, is_loadable, library_for, open_library
 from clover_trt.engine.profiles import GpuProfile, Precision, check_precision, read_profile
 from clover_trt.engine.trt_library import find_library
 from clover_trt.errors import EngineError
@@ -33,6 +44,7 @@ def build(
     max_seq_len: int | None = None,
     compute_capability: str | None = None,
     operations: str | None = None,
+    plugin_library: Path | None = None,
     progress: Progress = lambda _: None,
     log: Progress = lambda _: None,
     gate: Gate | None = None,
@@ -47,6 +59,7 @@ def build(
         max_seq_len: longest prompt and response together; the model's own limit when None.
         compute_capability: instead of the profile's, as "8.9".
         operations: "plugins" or "functions" instead of the profile's.
+        plugin_library: a compiled plugin library; compiled here when None and the tools are there.
         progress: called with a line at the start of each stage.
         log: called with every message of the TensorRT library.
         gate: called with the written package before it gets its name, when this machine can run it; raises to refuse it.
@@ -64,6 +77,7 @@ def build(
     library = None if profile.backend == "onnxruntime" else find_library(profile.backend)
     if library is not None:
         library.check_target(settings.compute_capability)
+    plugins = _plugins(profile, config, settings, plugin_library, progress)
     with package_writer(out) as work:
         progress("reading the checkpoint")
         source = {"name": checkpoint.folder.name, "fingerprint": checkpoint.fingerprint()}
@@ -73,7 +87,10 @@ def build(
             build_cpu.write_engine(work, checkpoint, source, progress)
         else:
             build_tensorrt.write_graph(work, checkpoint, settings, source, progress)
-            finished = library is not None and settings.operations == "functions"
+            if plugins is not None:
+                shutil.copyfile(plugins, work / LIBRARY)
+                tools["plugins"] = EXPECTED
+            finished = library is not None and (settings.operations == "functions" or plugins is not None)
             if library is not None and finished:
                 tools |= build_tensorrt.write_plan(work, settings, library, progress, log)
         carry_files(checkpoint.folder, work)
@@ -134,11 +151,6 @@ def resume(bundle: Path, *, progress: Progress = lambda _: None, log: Progress =
     settings = package.build
     if package.manifest["finished"]:
         raise EngineError(f"{bundle}: finished already")
-    if settings.operations == "plugins":
-        raise EngineError(
-            f"{bundle}: keeps the clover:: operations for the plugin library, which this version does not have yet; "
-            "build again with --operations functions"
-        )
     library = find_library(settings.backend)
     if library is None:
         raise EngineError(f"{bundle}: needs {settings.backend} and a GPU of compute capability {settings.compute_capability}")
@@ -146,7 +158,11 @@ def resume(bundle: Path, *, progress: Progress = lambda _: None, log: Progress =
     with package_writer(bundle) as work:
         for name in package.manifest["files"]:
             os.link(bundle / name, work / name)
-        tools = {**package.manifest["tools"], **build_tensorrt.write_plan(work, settings, library, progress, log)}
+        tools = dict(package.manifest["tools"])
+        if settings.operations == "plugins":
+            _ready_plugins(work, package, progress)
+            tools["plugins"] = EXPECTED
+        tools |= build_tensorrt.write_plan(work, settings, library, progress, log)
         progress("hashing files")
         (work / "config.json").unlink()  # a link to the bundle's own
         write_metadata(
@@ -158,6 +174,37 @@ def resume(bundle: Path, *, progress: Progress = lambda _: None, log: Progress =
             tools=tools,
             finished=True,
         )
+
+
+def _plugins(
+    profile: GpuProfile, model: ModelConfig, settings: BuildConfig, given: Path | None, progress: Progress
+) -> Path | None:
+    """The plugin library of a build, None when it has none or it must be compiled later."""
+    if settings.operations == "functions":
+        if given is not None:
+            raise EngineError("--plugin-library: this target's operations have bodies of their own; leave it out")
+        return None
+    assert profile.plugin_preset is not None
+    assert settings.precision in ("bfloat16", "fp8")
+    return library_for(model, settings.precision, profile.plugin_preset, given, progress)
+
+
+def _ready_plugins(work: Path, package: EnginePackage, progress: Progress) -> None:
+    """Make sure that the bundle in `work` has a plugin library that this machine can load; one from another kind of processor
+    is compiled again.
+
+    Raises:
+        EngineError: it has none and none can be compiled.
+    """
+    path, preset = work / LIBRARY, read_profile(package.build.gpu).plugin_preset
+    if path.exists() and is_loadable(path):
+        open_library(path)
+        return
+    assert preset is not None
+    made = build_library(preset, progress)
+    path.unlink(missing_ok=True)
+    shutil.copyfile(made, path)
+    check_geometry(open_library(path), package.model, "fp8" if package.build.precision == "fp8" else "bfloat16")
 
 
 def with_changes(profile: GpuProfile, compute_capability: str | None, operations: str | None) -> GpuProfile:

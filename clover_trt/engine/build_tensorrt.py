@@ -2,6 +2,7 @@
 
 rank0.engine                        the plan
 rank0_managed_weights.safetensors   expert banks and other large weights, bound when the engine is loaded
+libclover_plugins.so                the plugin library, when the graph keeps operations for it
 step.onnx, step.data                the graph, in an unfinished package only
 """
 
@@ -21,12 +22,20 @@ from onnx.inliner import inline_local_functions
 from clover_trt.checkpoint.pack import Packed, pack
 from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.config import BuildConfig, OptimizationProfile
-from clover_trt.engine.package import BOUND, GRAPH, GRAPH_DATA, PLAN, sha256_of
+from clover_trt.engine.package import BOUND, GRAPH, GRAPH_DATA, LIBRARY, PLAN, sha256_of
 from clover_trt.engine.trt_library import TrtLibrary, load_timings, save_timings, timing_cache_file
 from clover_trt.errors import EngineError
 from clover_trt.graph.bodies_tensorrt import function_bodies
+from clover_trt.graph.contract import PLUGINS
 from clover_trt.graph.export import attach_functions, attach_metadata, attach_weights, save, trace
-from clover_trt.graph.tensorrt import bind_large_weights, check_operators, drop_logits, fix_cache_length, quantize_graph
+from clover_trt.graph.tensorrt import (
+    bind_large_weights,
+    call_plugins,
+    check_operators,
+    drop_logits,
+    fix_cache_length,
+    quantize_graph,
+)
 
 Progress = Callable[[str], None]
 INLINED = "inlined.onnx"
@@ -57,9 +66,11 @@ def prepared_graph(checkpoint: Checkpoint, settings: BuildConfig, source: dict[s
         quantize_graph(model, checkpoint)
     bound = bind_large_weights(model, checkpoint)
     attach_weights(model, checkpoint)
-    if settings.operations == "functions":
-        bodies = function_bodies(checkpoint.config, onnx.TensorProto.BFLOAT16, quantized=settings.precision == "fp8")
-        attach_functions(model, bodies)
+    bodies = function_bodies(checkpoint.config, onnx.TensorProto.BFLOAT16, quantized=settings.precision == "fp8")
+    if settings.operations == "plugins":
+        call_plugins(model)
+        bodies = [body for body in bodies if body.name not in PLUGINS]
+    attach_functions(model, bodies)
     attach_metadata(model, checkpoint.config, source)
     return model, bound
 
@@ -85,6 +96,8 @@ def write_plan(
     onnx.save(inlined, str(work / INLINED))
     problems: list[str] = []
     trt = library.trt
+    if settings.operations == "plugins":
+        trt.get_plugin_registry().load_library(str(work / LIBRARY))
     builder, logger = library.new_builder(problems, log)
     network = library.new_network(builder)
     parser = trt.OnnxParser(network, logger)
@@ -95,6 +108,8 @@ def write_plan(
     check_tensors(network, inlined, trt)
     assert settings.compute_capability is not None
     config, _monitor = library.new_config(builder, settings.compute_capability, settings.workspace_mb, progress)
+    if settings.operations == "plugins":
+        config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)  # states are advanced in place
     for each in settings.optimization_profiles:
         add_profile(builder, config, network, inlined, each)
     timings = None if library.builds_anywhere else timing_cache_file(library, settings.compute_capability)

@@ -16,11 +16,11 @@ from importlib.resources import files
 from pathlib import Path
 
 from clover_trt.config import ModelConfig
+from clover_trt.engine.package import LIBRARY
 from clover_trt.engine.profiles import Precision
 from clover_trt.errors import EngineError
 from clover_trt.graph.contract import VERSION
 
-LIBRARY = "libclover_plugins.so"
 HOST_LIBRARY = "libclover_kernels_host.so"
 HOST_PRESETS = ("host", "host-sanitized")
 EXPECTED = f"clover-plugins 0.1.0 contract {VERSION}"
@@ -49,6 +49,15 @@ class HeadShape(ctypes.Structure):
     """HeadShape of plugins/kernels/confidence_head.h."""
 
     _fields_ = [(name, ctypes.c_int) for name in ("rows", "positions", "hidden", "vocabulary", "history", "biases", "candidates")]
+
+
+def is_loadable(path: Path) -> bool:
+    """Whether this machine can load a library at all: not when it was compiled for another processor."""
+    try:
+        ctypes.CDLL(str(path.absolute()))
+    except OSError:
+        return False
+    return True
 
 
 def open_library(path: Path) -> ctypes.CDLL:
@@ -141,6 +150,40 @@ def find_tensorrt_headers() -> Path | None:
     return next((place for place in places if (place / "NvInfer.h").exists()), None)
 
 
+def missing_tools() -> str | None:
+    """What this machine lacks to compile the library, or None."""
+    if find_nvcc() is None:
+        return "no nvcc: install the CUDA toolkit, or: pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl"
+    if find_tensorrt_headers() is None:
+        return (
+            "no NvInfer.h: install TensorRT's development files, set TENSORRT_INCLUDE_DIR, or: pip install --no-deps kernel-lens"
+        )
+    return _missing_programs()
+
+
+def _missing_programs() -> str | None:
+    path = _path()
+    absent = [name for name in ("cmake", "ninja") if shutil.which(name, path=path) is None]
+    return f"no {' or '.join(absent)}: install them, or: pip install cmake ninja" if absent else None
+
+
+def library_for(
+    model: ModelConfig, precision: Precision, preset: str, given: Path | None, progress: Callable[[str], None]
+) -> Path | None:
+    """The library that an engine is to use: the one given, or one compiled now; None where that can't be done.
+
+    Raises:
+        EngineError: it is of another version, does not support the model, or does not compile.
+    """
+    missing = missing_tools()
+    if given is None and missing is not None:
+        progress(f"the plugin library is compiled when the engine is finished: {missing}")
+        return None
+    path = given or build_library(preset, progress)
+    check_geometry(open_library(path), model, precision)
+    return path
+
+
 def build_library(preset: str, progress: Callable[[str], None] = lambda _: None, *, everything: bool = False) -> Path:
     """Configure and compile a preset of plugins/CMakePresets.json; what is up to date is not compiled again.
 
@@ -160,16 +203,10 @@ def build_library(preset: str, progress: Callable[[str], None] = lambda _: None,
     if preset in HOST_PRESETS:
         library = HOST_LIBRARY
     else:
+        missing = missing_tools()
+        if missing is not None:
+            raise EngineError(missing)
         nvcc, headers = find_nvcc(), find_tensorrt_headers()
-        if nvcc is None:
-            raise EngineError(
-                "no nvcc: install the CUDA toolkit, or: pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl"
-            )
-        if headers is None:
-            raise EngineError(
-                "no NvInfer.h: install TensorRT's development files, set TENSORRT_INCLUDE_DIR, "
-                "or: pip install --no-deps kernel-lens"
-            )
         options = [f"-DCMAKE_CUDA_COMPILER={nvcc}", f"-DTENSORRT_INCLUDE_DIR={headers}"]
     folder = source.parent / "out" / "plugins" / preset if os.access(source.parent, os.W_OK) else _cache() / preset
     progress(f"compiling the plugin library ({preset})")
@@ -183,11 +220,17 @@ def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clover-trt" / "plugins"
 
 
+def _path() -> str:
+    return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+
+
 def _run(source: Path, *command: str) -> None:
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    missing = _missing_programs()
+    if missing is not None:
+        raise EngineError(missing)
+    path = _path()
     program = shutil.which(command[0], path=path)
-    if program is None or shutil.which("ninja", path=path) is None:
-        raise EngineError("no cmake or ninja: install them, or: pip install cmake ninja")
+    assert program is not None
     environment = {**os.environ, "PATH": path}
     done = subprocess.run([program, *command[1:]], cwd=source, capture_output=True, text=True, env=environment)
     if done.returncode != 0:

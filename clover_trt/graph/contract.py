@@ -78,6 +78,9 @@ OPS = {
     )
 }  # fmt: skip
 
+# Operations that a TensorRT plugin computes, with the attributes its node has beside those above.
+PLUGINS = {"GdnBlockScan": (), "ExpertSubsetMoe": (), "ConfidenceHead": ("emit_logits",)}
+
 STEP_INPUTS = ("input_ids", "prefix_len", "commit_len", "noisy_len", "logit_index", "expert_mass", "num_candidates")
 CONTROL_INPUTS = OPS["ConfidenceHead"].inputs[3:10]
 STEP_OUTPUTS = ("candidate_ids", "candidate_logprobs", "logits", "distinct_experts")

@@ -15,7 +15,7 @@ from clover_trt.checkpoint import fp8
 from clover_trt.checkpoint.pack import Packed
 from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.errors import EngineError
-from clover_trt.graph.contract import DOMAIN, expert_names
+from clover_trt.graph.contract import DOMAIN, OPS, PLUGINS, expert_names
 from clover_trt.graph.export import TORCH_DTYPE, dtype_of, lazy_tensor, read_weight, shape_of, weight_source
 
 BOUND_BYTES = 64 << 20  # a weight of this size or more is bound when the engine is loaded, not baked into the plan
@@ -48,6 +48,24 @@ def drop_logits(model: ir.Model) -> None:
     """Return candidates only: an output of a plan is always computed and stored, and logits are large."""
     kept = [value for value in model.graph.outputs if value.name != "logits"]
     model.graph.outputs[:] = kept
+
+
+def call_plugins(model: ir.Model) -> None:
+    """Make the nodes that plugins compute what TensorRT's parser looks for.
+
+    It finds a plugin by the node's type and these attributes; the number of candidates is a shape input, since the size of the
+    outputs depends on its value; the head returns no logits.
+    """
+    for node in model.graph:
+        if node.domain != DOMAIN or node.op_type not in PLUGINS:
+            continue
+        added = [ir.AttrString("plugin_namespace", DOMAIN), ir.AttrString("plugin_version", "1")]
+        if node.op_type == "ConfidenceHead":
+            count = OPS[node.op_type].inputs.index("num_candidates")
+            added += [ir.AttrInt64s("tensorrt_plugin_shape_input_indices", [count]), ir.AttrInt64("emit_logits", 0)]
+            node.resize_outputs(2)
+        for attribute in added:
+            node.attributes[attribute.name] = attribute
 
 
 def quantize_graph(model: ir.Model, checkpoint: Checkpoint) -> None:
@@ -178,7 +196,7 @@ def check_operators(model: onnx.ModelProto, plugins: bool) -> None:
 
     Args:
         model: the graph, functions and all; external data need not be loaded.
-        plugins: whether `clover::` nodes stay, for the plugins.
+        plugins: whether the plugins are there.
 
     Raises:
         EngineError: every such operator, with the node's name.
@@ -187,7 +205,7 @@ def check_operators(model: onnx.ModelProto, plugins: bool) -> None:
     functions = {function.name for function in model.functions}
     for node in _nodes(model):
         if node.domain == DOMAIN:
-            if not plugins and node.op_type not in functions:
+            if node.op_type not in functions and not (plugins and node.op_type in PLUGINS):
                 problems.append(f"{node.op_type} ({node.name}): neither a plugin nor a function body")
         elif node.domain or node.op_type not in ACCEPTED:
             problems.append(f"{node.domain + '.' if node.domain else ''}{node.op_type} ({node.name})")

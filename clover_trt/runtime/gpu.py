@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import weakref
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,8 +62,8 @@ class Gpu(Protocol):
     version: str  # of TensorRT
     compute_capability: str
 
-    def load(self, plan: bytes) -> Plan:
-        """Load a plan."""
+    def load(self, plan: bytes, plugins: Path | None) -> Plan:
+        """Load a plan, and before it the plugin library that it needs."""
         ...
 
     def allocate(self, nbytes: int) -> int:
@@ -149,8 +150,10 @@ class CudaGpu:
             self._messages.clear()
             raise EngineError(f"TensorRT {self.version}: {what}: {said}")
 
-    def load(self, plan: bytes) -> Plan:
-        """Load a plan."""
+    def load(self, plan: bytes, plugins: Path | None) -> Plan:
+        """Load a plan, and before it the plugin library that it needs."""
+        if plugins is not None:
+            self.check(self._trt.get_plugin_registry().load_library(str(plugins)), f"cannot load {plugins}")
         engine = self._runtime.deserialize_cuda_engine(plan)
         self.check(engine, "cannot load the plan")
         return _CudaPlan(self, self._trt, engine)

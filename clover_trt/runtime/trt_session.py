@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from clover_trt.checkpoint.safetensors_file import DTYPE_BYTES, read_header
 from clover_trt.config import OptimizationProfile
-from clover_trt.engine.package import BOUND, PLAN, EnginePackage
+from clover_trt.engine.package import BOUND, LIBRARY, PLAN, EnginePackage
 from clover_trt.errors import EngineError
 from clover_trt.graph.contract import CONTROL_INPUTS, advanced_name, cache_names
 from clover_trt.runtime.gpu import Context, CudaGpu, Gpu
@@ -68,7 +68,8 @@ class TrtSession:
         self._gpu = gpu or CudaGpu(build.backend)
         self._check_build(package)
         self._profiles = build.optimization_profiles
-        self._plan = self._gpu.load((package.folder / PLAN).read_bytes())
+        plugins = package.folder / LIBRARY if build.operations == "plugins" else None
+        self._plan = self._gpu.load((package.folder / PLAN).read_bytes(), plugins)
         self._check_budget(cache_budget)
         self._compute, self._copy = self._gpu.stream(), self._gpu.stream()
         self._weights = self._upload_weights(package)

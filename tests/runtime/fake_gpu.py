@@ -8,6 +8,7 @@ ONNX Runtime runs on whatever the bound addresses hold. Graphs keep shapes and a
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,8 @@ class FakeGpu:
         self.capturing: list[Callable[[], None]] | None = None
         self.launched = self.enqueued = self.captured = 0
 
-    def load(self, plan: bytes) -> FakePlan:
+    def load(self, plan: bytes, plugins: Path | None) -> FakePlan:
+        self.plugins = plugins
         if plan != b"a plan":
             raise EngineError("TensorRT 10.14.1: cannot load the plan: magic tag does not match")
         return FakePlan(self, self.model)

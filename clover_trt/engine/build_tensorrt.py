@@ -97,7 +97,7 @@ def write_plan(
     problems: list[str] = []
     trt = library.trt
     if settings.operations == "plugins":
-        trt.get_plugin_registry().load_library(str(work / LIBRARY))
+        library.load_plugins(work / LIBRARY)
     builder, logger = library.new_builder(problems, log)
     network = library.new_network(builder)
     parser = trt.OnnxParser(network, logger)
@@ -109,7 +109,7 @@ def write_plan(
     assert settings.compute_capability is not None
     config, _monitor = library.new_config(builder, settings.compute_capability, settings.workspace_mb, progress)
     if settings.operations == "plugins":
-        config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)  # states are advanced in place
+        library.let_plugins_write_inputs(config)
     for each in settings.optimization_profiles:
         add_profile(builder, config, network, inlined, each)
     timings = None if library.builds_anywhere else timing_cache_file(library, settings.compute_capability)

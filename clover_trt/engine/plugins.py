@@ -155,9 +155,7 @@ def missing_tools() -> str | None:
     if find_nvcc() is None:
         return "no nvcc: install the CUDA toolkit, or: pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl"
     if find_tensorrt_headers() is None:
-        return (
-            "no NvInfer.h: install TensorRT's development files, set TENSORRT_INCLUDE_DIR, or: pip install --no-deps kernel-lens"
-        )
+        return "no NvInfer.h: install TensorRT's headers, set TENSORRT_INCLUDE_DIR, or: pip install --no-deps kernel-lens"
     return _missing_programs()
 
 

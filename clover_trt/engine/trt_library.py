@@ -58,6 +58,25 @@ class TrtLibrary:
         strong = flags.__members__.get("STRONGLY_TYPED")
         return builder.create_network(1 << int(strong) if strong is not None else 0)
 
+    def load_plugins(self, path: Path) -> None:
+        """Put the plugins of a library into TensorRT's registry, where the parser looks for them.
+
+        Raises:
+            EngineError: TensorRT does not take the library.
+        """
+        try:
+            loaded = self.trt.get_plugin_registry().load_library(str(path))
+        except RuntimeError as error:
+            raise EngineError(f"{self.backend} {self.version} does not take {path.name}: {error}") from None
+        if not loaded:
+            raise EngineError(f"{self.backend} {self.version} does not take {path.name}")
+
+    def let_plugins_write_inputs(self, config: Any) -> None:
+        """Allow plugin outputs that are the storage of an input, as states are; from TensorRT 11 on it needs no leave."""
+        feature = self.trt.PreviewFeature.__members__.get("ALIASED_PLUGIN_IO_10_03")
+        if feature is not None:
+            config.set_preview_feature(feature, True)
+
     def new_config(self, builder: Any, compute_capability: str, workspace_mb: int, progress: Progress) -> tuple[Any, Any]:
         """A builder configuration for a target, and its progress monitor, which must live as long."""
         trt, config = self.trt, builder.create_builder_config()

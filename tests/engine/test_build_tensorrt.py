@@ -22,8 +22,18 @@ from clover_trt.engine.build import build, resume
 from clover_trt.engine.package import BOUND, open_package
 from clover_trt.engine.trt_library import find_library, load_timings, save_timings, timing_cache_file
 from clover_trt.errors import EngineError
-from clover_trt.graph.contract import CONTROL_INPUTS, STEP_INPUTS, STEP_OUTPUTS, advanced_name, cache_names, expert_names
+from clover_trt.graph.contract import (
+    CONTROL_INPUTS,
+    OPS,
+    PLUGINS,
+    STEP_INPUTS,
+    STEP_OUTPUTS,
+    advanced_name,
+    cache_names,
+    expert_names,
+)
 from clover_trt.graph.tensorrt import check_operators
+from tests.engine.conftest import NO_COMPILER
 from tests.small import SMALL, random_state, write_checkpoint
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
@@ -147,11 +157,25 @@ def test_a_bundle_has_everything_but_the_plan_and_nothing_opens_it(bundle: Path)
     package = open_package(bundle, unfinished=True)
     assert package.manifest["finished"] is False
     assert [profile.name for profile in package.build.optimization_profiles] == ["denoise", "fused", "prefill"]
-    graph = onnx.load(str(bundle / "step.onnx"))
-    assert not graph.functions
-    assert {node.op_type for node in graph.graph.node if node.domain == "clover"} == {
-        "BlockAttention", "GdnBlockScan", "ExpertSubsetMoe", "ConfidenceHead"
-    }  # fmt: skip
+
+
+def test_nodes_of_plugins_have_what_tensorrt_finds_plugins_by(bundle: Path) -> None:
+    """Attention keeps its body; the others have the plugin's name, version and fields, and no output that is never asked for."""
+    model = onnx.load(str(bundle / "step.onnx"))
+    assert {function.name for function in model.functions if function.domain == "clover"} == {"BlockAttention"}
+    nodes = {node.op_type: node for node in model.graph.node if node.domain == "clover"}
+    assert set(nodes) == {"BlockAttention", *PLUGINS}
+    wanted = {"plugin_namespace": b"clover", "plugin_version": b"1"}
+    for name in PLUGINS:
+        found = {each.name: onnx.helper.get_attribute_value(each) for each in nodes[name].attribute}
+        assert wanted.items() <= found.items()
+        assert set(OPS[name].attributes) <= set(found)
+    head, moe = nodes["ConfidenceHead"], nodes["ExpertSubsetMoe"]
+    found = {each.name: onnx.helper.get_attribute_value(each) for each in head.attribute}
+    assert found["emit_logits"] == 0
+    assert [head.input[i] for i in found["tensorrt_plugin_shape_input_indices"]] == ["num_candidates"]
+    assert list(head.output) == ["candidate_ids", "candidate_logprobs"]
+    assert [name.split(".")[-1] for name in moe.input[-2:]] == ["gate_up_scale", "down_scale"]
 
 
 def test_bound_weights_are_the_quantized_experts(bundle: Path, small_folder: Path) -> None:
@@ -207,10 +231,30 @@ def test_a_bundle_with_functions_is_finished_where_the_library_is(
         resume(target)
 
 
-def test_a_failed_resume_leaves_the_bundle(bundle: Path) -> None:
-    with pytest.raises(EngineError, match="--operations functions"):
+class Library:
+    """TensorRT, as far as a build asks before it compiles plugins."""
+
+    backend, version, builds_anywhere = "tensorrt", "10.14.1", False
+
+    def check_target(self, wanted: str | None) -> None:
+        assert wanted == "10.3"
+
+
+def test_a_failed_resume_leaves_the_bundle(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bundle was made without a compiler, and the machine that is to finish it has none either."""
+    monkeypatch.setattr(build_module, "find_library", lambda backend: Library())
+    with pytest.raises(EngineError, match=NO_COMPILER):
         resume(bundle)
     open_package(bundle, unfinished=True)
+    assert [path.name for path in bundle.parent.iterdir()] == [bundle.name]
+
+
+def test_a_plugin_library_is_refused_where_no_operation_needs_one(small_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="--plugin-library"):
+        build(Checkpoint(small_folder), tmp_path / "engine", gpu="rtx", plugin_library=tmp_path / "any.so")
+    with pytest.raises(EngineError, match="not found; expected a plugin library"):
+        build(Checkpoint(small_folder), tmp_path / "engine", gpu="h200", plugin_library=tmp_path / "any.so")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_capability_the_library_cannot_build_for_is_refused_before_any_work(small_folder: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ HOST_LIBRARY = "libclover_kernels_host.so"
 HOST_PRESETS = ("host", "host-sanitized")
 EXPECTED = f"clover-plugins 0.1.0 contract {VERSION}"
 FLOAT32, BFLOAT16, E4M3 = 0, 1, 2  # enum clover_type of plugins/kernels/c_api.h
+SOURCE_TREE = Path(__file__).parents[2] / "plugins"
 LONGEST_BLOCK = 64  # of a row's noisy tokens, as the adapters have it
 
 
@@ -127,8 +128,7 @@ def check_geometry(library: ctypes.CDLL, model: ModelConfig, precision: Precisio
 
 def source_folder() -> Path:
     """The sources of the library: in the source tree, or in the installed package."""
-    source = Path(__file__).parents[2] / "plugins"
-    return source if source.is_dir() else Path(str(files("clover_trt") / "plugins"))
+    return SOURCE_TREE if SOURCE_TREE.is_dir() else Path(str(files("clover_trt") / "plugins"))
 
 
 def find_nvcc() -> Path | None:
@@ -206,7 +206,7 @@ def build_library(preset: str, progress: Callable[[str], None] = lambda _: None,
             raise EngineError(missing)
         nvcc, headers = find_nvcc(), find_tensorrt_headers()
         options = [f"-DCMAKE_CUDA_COMPILER={nvcc}", f"-DTENSORRT_INCLUDE_DIR={headers}"]
-    folder = source.parent / "out" / "plugins" / preset if os.access(source.parent, os.W_OK) else _cache() / preset
+    folder = (source.parent / "out" / "plugins" if source == SOURCE_TREE else _cache()) / preset
     progress(f"compiling the plugin library ({preset})")
     _run(source, "cmake", "--preset", preset, "-B", str(folder), *options)
     target = [] if everything else ["--target", library.removeprefix("lib").removesuffix(".so")]

@@ -14,7 +14,7 @@ from tiny.tokenizer import build_tokenizer, save_tokenizer
 from clover_trt.checkpoint.pack import pack
 from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.engine.build import build_settings
-from clover_trt.engine.package import BOUND, PLAN, EnginePackage
+from clover_trt.engine.package import BOUND, LIBRARY, PLAN, EnginePackage
 from clover_trt.engine.profiles import read_profile
 from clover_trt.errors import EngineError
 from clover_trt.graph.bodies_tensorrt import function_bodies
@@ -75,6 +75,7 @@ def test_tokens_equal_those_of_the_cpu_engine(
         found, expected = (decode(s, sequence(seed, package, **sampling)) for s in (session, reference))
         assert found == expected
         assert len(found) > 10
+    assert gpu.plugins == package.folder / LIBRARY, "TensorRT needs the plugins before the plan"
     assert gpu.captured > 3
     assert gpu.launched > gpu.captured
 

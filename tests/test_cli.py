@@ -90,6 +90,8 @@ def test_build_verify_inspect_and_logits(tmp_path: Path, small_folder: Path) -> 
     engine = tmp_path / "engine"
     built = cli("build", "--checkpoint", small_folder, "--out", engine, "--json")
     assert json.loads(built.stdout)["build"]["precision"] == "float32"
+    recorded = cli("verify", "--engine", engine, "--json")
+    assert (recorded.returncode, json.loads(recorded.stdout)["passed"]) == (0, True)
     verified = cli("verify", "--engine", engine, "--checkpoint", small_folder)
     assert verified.returncode == 0, verified
     assert "logits" in verified.stdout

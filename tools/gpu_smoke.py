@@ -1,6 +1,7 @@
-"""Build, load and run an engine on the GPU of this machine, and compare its answers with the CPU engine's.
+"""Build and run an engine on the GPU of this machine: its layers against the reference, its answers against the CPU engine's.
 
-python tools/gpu_smoke.py --gpu h200                 # needs TensorRT, cuda-python and the GPU of the profile
+python tools/gpu_smoke.py --gpu h200                           # needs TensorRT, cuda-python and the GPU of the profile
+python tools/gpu_smoke.py --gpu h200 --operations functions    # without the plugins
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from tiny.tasks import examples
 from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.engine.build import build
 from clover_trt.errors import CloverError
+from clover_trt.parity.record import ParityGate
 from clover_trt.runtime.generate import Generator
 
 
 def main(
     gpu: Annotated[str, typer.Option(help="GPU profile.")] = "h200",
     precision: Annotated[str | None, typer.Option(help="One that the profile offers.")] = None,
+    operations: Annotated[str | None, typer.Option(help="plugins or functions; the profile's when not given.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Prompts to answer.")] = 100,
     slots: Annotated[int, typer.Option(min=1)] = 8,
     json_out: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -36,7 +39,7 @@ def main(
     rows = {}
     try:
         with tempfile.TemporaryDirectory() as folder:
-            for target, form in (("cpu", None), (gpu, "functions")):
+            for target, form in (("cpu", None), (gpu, operations)):
                 engine = Path(folder) / target
                 finished = build(
                     Checkpoint("clover-tiny"),
@@ -46,6 +49,7 @@ def main(
                     max_seq_len=1024,
                     operations=form,
                     progress=lambda line: err.print(line, highlight=False),
+                    gate=ParityGate(),
                 )
                 if not finished:
                     raise typer.BadParameter(f"TensorRT or a GPU for {gpu} is not on this machine; see clover-trt doctor")

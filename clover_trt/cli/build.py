@@ -53,7 +53,7 @@ def build(
     from clover_trt.checkpoint.reader import Checkpoint
     from clover_trt.engine import build as engine
     from clover_trt.engine.inspect import describe_engine
-    from clover_trt.parity.verify import layer_gate
+    from clover_trt.parity.record import ParityGate
 
     if resume is None and (checkpoint is None or target is None):
         raise RequestError("expected --checkpoint and --out, or --resume BUNDLE")
@@ -64,7 +64,7 @@ def build(
                     "--resume takes neither --checkpoint nor --out: the bundle has its settings, and stays where it is"
                 )
             target, finished = resume, True
-            engine.resume(resume, progress=progress, log=write_log)
+            engine.resume(resume, progress=progress, log=write_log, gate=ParityGate() if gate else None)
         else:
             assert checkpoint is not None
             assert target is not None
@@ -82,7 +82,7 @@ def build(
                 plugin_library=plugin_library,
                 progress=progress,
                 log=write_log,
-                gate=layer_gate(source) if gate else None,
+                gate=ParityGate() if gate else None,
             )
     if json_out:
         print(json.dumps({"engine": str(target), "finished": finished, **describe_engine(target)}))

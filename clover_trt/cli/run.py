@@ -237,18 +237,28 @@ def logits(
 @app.command(epilog="Example: clover-trt verify --engine build/engines/tiny --checkpoint clover-tiny")
 def verify(
     engine: EngineOption,
-    checkpoint: Annotated[str, typer.Option(help="The checkpoint the engine was built from.")],
+    checkpoint: Annotated[
+        str | None, typer.Option(help="The checkpoint the engine was built from; the engine's own record when not given.")
+    ] = None,
     tensor_map: TensorMapOption = None,
     json_out: JsonOption = False,
 ) -> None:
-    """Compare an engine with the reference model: every layer, then decoded tokens; exit code 1 on a difference."""
+    """Compare an engine with the reference model; exit code 1 on a difference.
+
+    Without a checkpoint: caches of every layer and log-probabilities with the record that the build left in the engine, on any
+    engine. With one: hidden states of every layer and decoded tokens, on a CPU engine.
+    """
     from clover_trt.checkpoint.reader import Checkpoint
     from clover_trt.engine.package import open_package
+    from clover_trt.parity.record import compare_with_record
     from clover_trt.parity.verify import verify as run
 
     package = open_package(engine)
     with progress_lines(json_out) as progress:
-        checks = run(package, Checkpoint(checkpoint, tensor_map), progress)
+        if checkpoint is None:
+            checks = compare_with_record(package)
+        else:
+            checks = run(package, Checkpoint(checkpoint, tensor_map), progress)
     if json_out:
         print(
             json.dumps({"passed": all(c.passed for c in checks), "checks": [{**asdict(c), "passed": c.passed} for c in checks]})

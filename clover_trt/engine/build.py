@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.config import BuildConfig, ModelConfig, OptimizationProfile, validated
@@ -15,6 +16,7 @@ from clover_trt.engine.package import (
     GRAPH,
     GRAPH_DATA,
     LIBRARY,
+    RECORD,
     EnginePackage,
     carry_files,
     open_package,
@@ -23,16 +25,27 @@ from clover_trt.engine.package import (
 )
 from clover_trt.engine.plugins import EXPECTED, build_library, check_geometry, is_loadable, library_for, open_library
 from clover_trt.engine.profiles import GpuProfile, Precision, check_precision, read_profile
-from clover_trt.engine.trt_library import find_library
+from clover_trt.engine.trt_library import find_library, local_compute_capabilities
 from clover_trt.errors import EngineError
 from clover_trt.graph.bodies_tensorrt import CHUNK
 from clover_trt.graph.export import save
 
 Progress = Callable[[str], None]
-Gate = Callable[[Path], None]
 TOOLS = ("torch", "onnx", "onnxscript", "onnxruntime", "safetensors")
 CANDIDATES = (1, 1, 64)  # candidates a position: smallest, usual, largest
 BIASES = (1, 2, 1024)  # n-gram bans are biases too
+
+
+class Gate(Protocol):
+    """What stands between a written package and its name: a comparison with the reference model."""
+
+    def record(self, checkpoint: Checkpoint, settings: BuildConfig, folder: Path, progress: Progress) -> None:
+        """Write what the reference computes into the folder of a package, for a check here or on another machine."""
+        ...
+
+    def check(self, folder: Path) -> None:
+        """Raise an `EngineError` when the finished package in `folder` computes something else."""
+        ...
 
 
 def build(
@@ -62,7 +75,7 @@ def build(
         plugin_library: a compiled plugin library; compiled here when None and the tools are there.
         progress: called with a line at the start of each stage.
         log: called with every message of the TensorRT library.
-        gate: called with the written package before it gets its name, when this machine can run it; raises to refuse it.
+        gate: adds its record to the package, and checks the package before it gets its name when this machine can run it.
 
     Returns:
         Whether the package is finished. A target whose TensorRT library is not on this machine ends in a build bundle, an
@@ -94,6 +107,8 @@ def build(
             if library is not None and finished:
                 tools |= build_tensorrt.write_plan(work, settings, library, progress, log)
         carry_files(checkpoint.folder, work)
+        if gate is not None:
+            gate.record(checkpoint, settings, work, progress)
         progress("hashing files")
         write_metadata(
             work,
@@ -104,8 +119,9 @@ def build(
             tools=tools,
             finished=finished,
         )
-        if gate is not None and profile.backend == "onnxruntime":
-            gate(work)
+        if gate is not None and finished and _can_run(settings):
+            progress("comparing with the reference")
+            gate.check(work)
     return finished
 
 
@@ -141,8 +157,16 @@ def export(
         save(model, work / GRAPH, GRAPH_DATA)
 
 
-def resume(bundle: Path, *, progress: Progress = lambda _: None, log: Progress = lambda _: None) -> None:
+def resume(
+    bundle: Path, *, progress: Progress = lambda _: None, log: Progress = lambda _: None, gate: Gate | None = None
+) -> None:
     """Finish a build bundle in place; on any failure it stays as it was.
+
+    Args:
+        bundle: its folder.
+        progress: called with a line at the start of each stage.
+        log: called with every message of the TensorRT library.
+        gate: checks the finished engine against the bundle's record.
 
     Raises:
         EngineError: it is not a bundle, or this machine can't finish it.
@@ -174,6 +198,14 @@ def resume(bundle: Path, *, progress: Progress = lambda _: None, log: Progress =
             tools=tools,
             finished=True,
         )
+        if gate is not None and RECORD in package.manifest["files"] and _can_run(settings):
+            progress("comparing with the reference")
+            gate.check(work)
+
+
+def _can_run(settings: BuildConfig) -> bool:
+    """Whether this machine has what an engine runs on."""
+    return settings.backend == "onnxruntime" or settings.compute_capability in local_compute_capabilities()
 
 
 def _plugins(

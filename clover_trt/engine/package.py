@@ -4,6 +4,7 @@ config.json            version, pretrained_config, build_config (as TensorRT-LLM
 step.onnx, step.data   the block step and its weights, those of `experts.safetensors` aside (ONNX Runtime)
 experts.safetensors    expert banks, bound as inputs (ONNX Runtime)
 rank0.engine, …        plan and bound weights (TensorRT), see engine/build_tensorrt.py
+parity.safetensors     what the reference computes on a short fixed input, see parity/record.py
 tokenizer.json, …      files of the checkpoint that serving needs, licence files included
 manifest.json          SHA-256 of every file, the source checkpoint, tool versions, whether the package is finished
 
@@ -33,6 +34,7 @@ EXPERTS = "experts.safetensors"
 PLAN = "rank0.engine"
 BOUND = "rank0_managed_weights.safetensors"  # TensorRT-LLM's name for weights that are not in the plan
 LIBRARY = "libclover_plugins.so"
+RECORD = "parity.safetensors"
 FORMAT = 2
 TRT_MODULES = {"tensorrt": ("tensorrt",), "tensorrt-rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings")}  # Python modules
 CARRIED = (

@@ -22,6 +22,11 @@ def empty_model(checkpoint: Checkpoint, ops: BlockOps = REFERENCE_OPS) -> Clover
     return model.eval().requires_grad_(False)
 
 
+def compute_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a tensor has in a model that computes in `dtype`."""
+    return torch.float32 if name.endswith(KEPT) else dtype
+
+
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> CloverModel:
     """Read all weights of `checkpoint` into the reference model, computing in `dtype`.
 
@@ -29,7 +34,7 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Cl
         CheckpointError: a tensor cannot be read or is not finite.
     """
     model = empty_model(checkpoint)
-    state = {name: tensor.float() if name.endswith(KEPT) else tensor.to(dtype) for name, tensor in checkpoint.tensors()}
+    state = {name: tensor.to(compute_dtype(name, dtype)) for name, tensor in checkpoint.tensors()}
     if checkpoint.config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, assign=True)

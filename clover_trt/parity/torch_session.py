@@ -68,7 +68,7 @@ class TorchSession:
         rows = [type(cache)(*(tensor[slots] for tensor in cache)) for cache in self._caches]
         mass = torch.from_numpy(step.expert_mass)
         ids, index = torch.from_numpy(step.input_ids), torch.from_numpy(step.logit_index)
-        out = self.model(ids, lengths, index, mass, _tensors(step.controls), rows, step.candidates)
+        out = self.model(ids, lengths, index, mass, control_tensors(step.controls), rows, step.candidates)
         for cache, fresh in zip(self._caches, out.caches, strict=True):
             _write(cache, fresh, slots)
         self.hidden = [state.float().numpy() for state in out.hidden]
@@ -79,7 +79,8 @@ class TorchSession:
         )
 
 
-def _tensors(controls: ControlInput) -> Controls:
+def control_tensors(controls: ControlInput) -> Controls:
+    """Controls of a session's step as the model takes them."""
     return Controls(*(torch.from_numpy(getattr(controls, name)) for name in Controls._fields))
 
 

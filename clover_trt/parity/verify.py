@@ -3,48 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 
 from clover_trt.checkpoint.reader import Checkpoint
-from clover_trt.engine.package import GRAPH, EnginePackage, open_package
+from clover_trt.engine.package import GRAPH, EnginePackage
 from clover_trt.errors import EngineError
 from clover_trt.graph.contract import hidden_name
 from clover_trt.model.block_step import CloverModel
 from clover_trt.model.load import load_model
+from clover_trt.parity.compare import Check, mixed_steps, relative_error
 from clover_trt.parity.torch_session import TorchSession
 from clover_trt.runtime.ort_session import OrtSession
 from clover_trt.runtime.scheduler import build_step
 from clover_trt.runtime.sequence import Sequence
-from clover_trt.runtime.session import Session, StepInput, no_controls
+from clover_trt.runtime.session import Session
 
 TOLERANCE = {"float32": 1e-5}  # relative error, see docs/numerics.md
 DECODED_TOKENS = 64
 PROMPT_LENGTHS = (1, 17, 64, 90)
-
-
-@dataclass(frozen=True)
-class Check:
-    """One compared quantity; `error` and `limit` are relative errors, or numbers of differing tokens."""
-
-    name: str
-    error: float
-    limit: float
-
-    @property
-    def passed(self) -> bool:
-        """Whether the error is a number within the limit."""
-        return bool(self.error <= self.limit)
-
-
-def relative_error(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
-    """`||found - expected|| / ||expected||` in double precision."""
-    difference = found.astype(np.float64) - expected.astype(np.float64)
-    return float(np.linalg.norm(difference) / np.linalg.norm(expected.astype(np.float64)))
 
 
 def probe_graph(package: EnginePackage) -> tuple[bytes, tuple[str, ...]]:
@@ -54,22 +32,6 @@ def probe_graph(package: EnginePackage) -> tuple[bytes, tuple[str, ...]]:
     for name in names:
         model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
     return model.SerializeToString(), names
-
-
-def mixed_steps(vocab: int, block: int, seed: int = 0) -> list[StepInput]:
-    """A prefill of three rows, then a step with a fused, a denoising and a committing row, under an expert subset."""
-    rng = np.random.default_rng(seed)
-    steps = []
-    for commit, noisy, mass in (((40, 7, 71), (0, 0, 0), 1.0), ((block, 0, 19), (block, block, 0), 0.8)):
-        commit_len, noisy_len = np.array(commit, np.int32), np.array(noisy, np.int32)
-        T, L = int((commit_len + noisy_len).max()), block
-        ids = rng.integers(0, vocab, (3, T)).astype(np.int64)
-        first = np.where(noisy_len > 0, commit_len, np.maximum(commit_len - L, 0))  # the block, or the last tokens
-        last = commit_len + noisy_len - 1
-        index = np.minimum(first[:, None] + np.arange(L), last[:, None]).astype(np.int64)
-        masses = np.full(3, mass, np.float32)
-        steps.append(StepInput(ids, commit_len, noisy_len, index, masses, no_controls(3, L), want_logits=True))
-    return steps
 
 
 def compare_layers(engine: OrtSession, reference: TorchSession, names: tuple[str, ...], limit: float, vocab: int) -> list[Check]:
@@ -122,18 +84,6 @@ def check_layers(package: EnginePackage, model: CloverModel) -> list[Check]:
     return compare_layers(probed, TorchSession(model, slots=3, max_len=256), names, limit, package.valid_tokens)
 
 
-def layer_gate(checkpoint: Checkpoint) -> Callable[[Path], None]:
-    """A gate for `clover_trt.engine.build.build`: a package with a layer that is off is refused."""
-
-    def gate(folder: Path) -> None:
-        off = [check for check in check_layers(open_package(folder), load_model(checkpoint)) if not check.passed]
-        if off:
-            shown = ", ".join(f"{check.name} ({check.error:.2g}, limit {check.limit:g})" for check in off[:8])
-            raise EngineError(f"the built engine differs from the reference model in {len(off)} layers: {shown}")
-
-    return gate
-
-
 def verify(package: EnginePackage, checkpoint: Checkpoint, progress: Callable[[str], None] = lambda _: None) -> list[Check]:
     """All comparisons of `package` with the reference model of `checkpoint`.
 
@@ -142,8 +92,8 @@ def verify(package: EnginePackage, checkpoint: Checkpoint, progress: Callable[[s
     """
     if package.build.backend != "onnxruntime":
         raise EngineError(
-            f"{package.folder}: built for {package.build.gpu}; verify compares CPU engines, "
-            "compare this one on its GPU with tools/gpu_smoke.py"
+            f"{package.folder}: built for {package.build.gpu}; a CPU engine is compared with a checkpoint, "
+            "this one on its GPU with its own record: leave --checkpoint out"
         )
     built_from, given = package.manifest["source"]["fingerprint"], checkpoint.fingerprint()
     if built_from != given:

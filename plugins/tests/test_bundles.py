@@ -102,7 +102,7 @@ def test_a_bundle_with_a_library_of_another_version_is_refused_and_stays(
 
 
 def test_a_geometry_the_plugins_do_not_support_is_refused_before_any_work(small_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"the plugins do not support this model: GdnBlockScan expects .*--operations functions"):
+    with pytest.raises(EngineError, match=r"do not support this model: GdnBlockScan expects .*--operations functions"):
         build(Checkpoint(small_folder), tmp_path / "bundle", gpu="h200")
     assert build(Checkpoint(small_folder), tmp_path / "bundle", gpu="h200", operations="functions") is False
     assert not (tmp_path / "bundle" / LIBRARY).exists()

@@ -15,8 +15,9 @@ from clover_trt.graph.contract import OPS, advanced_name, expert_names
 from clover_trt.model.block_step import CloverModel
 from clover_trt.model.gdn import GdnCache, GdnWeights, gdn_block_scan
 from clover_trt.model.lengths import Lengths
+from clover_trt.parity.compare import relative_error
 from clover_trt.parity.torch_session import TorchSession
-from clover_trt.parity.verify import compare_layers, probe_graph, relative_error
+from clover_trt.parity.verify import compare_layers, probe_graph
 from clover_trt.runtime.ort_session import OrtSession
 from clover_trt.runtime.session import StepInput, StepOutput
 from tests.kernel_cases import run_body

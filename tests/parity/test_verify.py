@@ -15,8 +15,9 @@ from clover_trt.engine.package import EnginePackage
 from clover_trt.errors import EngineError
 from clover_trt.model.block_step import CloverModel
 from clover_trt.parity import verify as module
+from clover_trt.parity.compare import relative_error
 from clover_trt.parity.torch_session import TorchSession
-from clover_trt.parity.verify import relative_error, verify
+from clover_trt.parity.verify import verify
 from clover_trt.runtime.ort_session import GROWTH, OrtSession
 from clover_trt.runtime.scoring import commit_logits
 from clover_trt.runtime.session import ControlInput, StepInput, no_controls

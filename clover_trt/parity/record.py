@@ -1,0 +1,239 @@
+"""The parity record: what the reference model computes on a short fixed input, kept with the engine it was built for.
+
+A build writes the record where the checkpoint is. Wherever the engine is finished, and whenever asked for later, it runs the
+same steps: caches are compared layer by layer (a layer's keys, values and states follow from everything before it), and the
+last layers and the paths of unresolved tokens by the log-probabilities of candidates. No checkpoint is needed for that.
+
+parity.safetensors   `step.S.logprobs` [B, L, k] and `row.R.CACHE`, all float32: rows of tokens 0 to the prefix, or a state;
+                     `rounding.NAME` [1], the relative error of the reference itself in the engine's precision
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+from safetensors.torch import save_file
+from torch import Tensor
+
+from clover_trt.checkpoint import fp8
+from clover_trt.checkpoint.reader import Checkpoint
+from clover_trt.config import BuildConfig
+from clover_trt.engine.package import RECORD, EnginePackage, open_package
+from clover_trt.errors import EngineError
+from clover_trt.graph.contract import cache_names
+from clover_trt.model.block_step import REFERENCE_OPS, new_caches
+from clover_trt.model.lengths import Lengths
+from clover_trt.model.load import compute_dtype, empty_model
+from clover_trt.model.ops import BlockOps
+from clover_trt.model.rotary import rotary_angles
+from clover_trt.parity.compare import Check, mixed_steps, relative_error
+from clover_trt.parity.torch_session import control_tensors
+from clover_trt.runtime.generate import open_session
+from clover_trt.runtime.session import Session, StepInput, StepOutput, is_row_cache
+
+ROWS, CANDIDATES = 3, 8
+# Limits of relative errors, see docs/numerics.md: of an engine in float32; of others a multiple of what rounding alone does,
+# in bounds: below the first no difference matters, and an engine beyond the second computes something else.
+FLOAT32_LIMIT, ROUNDING_FACTOR, BOUNDS = 1e-4, 4.0, (0.02, 0.6)
+Steps = list[StepInput]
+
+
+def record_steps(valid_tokens: int, settings: BuildConfig) -> Steps:
+    """The fixed input: three rows of different lengths, then a fused, a denoising and a committing row in one step."""
+    steps = mixed_steps(valid_tokens, settings.block_size, longest=settings.max_seq_len)
+    return [dataclasses.replace(step, candidates=CANDIDATES, want_logits=False) for step in steps]
+
+
+def some_rows(step: StepInput, first: int, count: int) -> StepInput:
+    """The rows `first` to `first + count` of a step that starts at slot 0."""
+    rows = slice(first, first + count)
+    fields = {name: getattr(step.controls, name)[rows] for name in step.controls.__dataclass_fields__}
+    longest = int((step.commit_len + step.noisy_len)[rows].max())
+    return dataclasses.replace(
+        step,
+        input_ids=step.input_ids[rows, :longest],
+        commit_len=step.commit_len[rows],
+        noisy_len=step.noisy_len[rows],
+        logit_index=step.logit_index[rows],
+        expert_mass=step.expert_mass[rows],
+        controls=dataclasses.replace(step.controls, **fields),
+        first_slot=first,
+    )
+
+
+@torch.no_grad()
+def write_record(
+    checkpoint: Checkpoint, settings: BuildConfig, folder: Path, progress: Callable[[str], None] = lambda _: None
+) -> None:
+    """Run the reference over the record's steps and write the record into the folder of an engine.
+
+    It runs in float32, and for an engine of lower precision once more in that, to know how much rounding alone may change.
+    One layer is in memory at a time.
+
+    Args:
+        checkpoint: the weights.
+        settings: of the build; for an FP8 engine the weights are rounded as it holds them.
+        folder: of the engine that is being built.
+        progress: called with a line a layer.
+
+    Raises:
+        CheckpointError: a tensor cannot be read or is not finite.
+    """
+    steps, quantized = record_steps(checkpoint.valid_tokens, settings), settings.precision == "fp8"
+    record = _reference(_Weights(checkpoint, torch.float32, quantized), REFERENCE_OPS, steps, progress)
+    if settings.precision != "float32":
+        ops = dataclasses.replace(REFERENCE_OPS, expert_subset_moe=_moe_of_rounded) if quantized else REFERENCE_OPS
+        rounded = _reference(_Weights(checkpoint, torch.bfloat16, quantized), ops, steps, progress)
+        errors = {f"rounding.{name}": relative_error(rounded[name].numpy(), exact.numpy()) for name, exact in record.items()}
+        record |= {name: torch.tensor([error], dtype=torch.float32) for name, error in errors.items()}
+    save_file(record, folder / RECORD)
+
+
+class _Weights:
+    """Weights of a checkpoint as an engine of this precision holds them, read into one module at a time."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, quantized: bool) -> None:
+        self.checkpoint, self.dtype, self.quantized = checkpoint, dtype, quantized
+
+    def read(self, module: torch.nn.Module, prefix: str) -> None:
+        """Give a module of the empty model its weights."""
+        state = {}
+        for name, tensor in self.checkpoint.tensors([prefix + name for name, _ in module.named_parameters()]):
+            if self.quantized and fp8.is_quantized(name):
+                stored = self.checkpoint.load_quantized(name)
+                tensor = (fp8.dequantize_bank if name.endswith("experts.gate_up_proj") else fp8.dequantize)(*stored)
+            state[name.removeprefix(prefix)] = tensor.to(compute_dtype(name, self.dtype))
+        module.load_state_dict(state, assign=True)
+        module.requires_grad_(False)
+
+
+def _reference(weights: _Weights, ops: BlockOps, steps: Steps, progress: Callable[[str], None]) -> dict[str, Tensor]:
+    """The record's values, in float32; layers on the outside and steps on the inside, so that every weight is read once."""
+    config = weights.checkpoint.config
+    model = empty_model(weights.checkpoint, ops)
+    weights.read(model.model.embed_tokens, "model.embed_tokens.")
+    states, lengths, prefix = [], [], torch.zeros(ROWS, dtype=torch.int32)
+    for step in steps:
+        states.append(model.model.embed_tokens(torch.from_numpy(step.input_ids)))
+        lengths.append(Lengths(prefix, torch.from_numpy(step.commit_len), torch.from_numpy(step.noisy_len)))
+        prefix = prefix + lengths[-1].commit_len
+    if not config.tie_word_embeddings:
+        model.model.embed_tokens.to("meta")  # gives the memory back
+    record: dict[str, Tensor] = {}
+    longest = int(prefix.max()) + 2 * config.block_size
+    for number, cache in enumerate(new_caches(config, ROWS, longest, weights.dtype)):
+        progress(f"reference in {str(weights.dtype).removeprefix('torch.')}: layer {number + 1}/{config.num_hidden_layers}")
+        layer = model.model.layers[number]
+        weights.read(layer, f"model.layers.{number}.")
+        for s, (step, rows) in enumerate(zip(steps, lengths, strict=True)):
+            positions = rows.prefix_len[:, None].long() + torch.arange(states[s].shape[1])
+            angles, mass = rotary_angles(positions, config), torch.from_numpy(step.expert_mass)
+            states[s], cache, _ = layer(states[s], cache, rows, angles, mass)
+        layer.to("meta")
+        for name, tensor in zip(cache_names(config)[number], cache, strict=True):
+            for row in range(ROWS):
+                kept = tensor[row, :, : int(prefix[row])] if is_row_cache(name) else tensor[row]
+                record[f"row.{row}.{name}"] = kept.float().contiguous().clone()
+    weights.read(model.model.norm, "model.norm.")
+    if not config.tie_word_embeddings:
+        weights.read(model.lm_head, "lm_head.")
+    weight = (model.model.embed_tokens if config.tie_word_embeddings else model.lm_head).weight
+    for s, step in enumerate(steps):
+        index = torch.from_numpy(step.logit_index)[..., None].expand(-1, -1, config.hidden_size)
+        last = model.model.norm(states[s].gather(1, index))
+        head = model.ops.confidence_head(last, weight, model.vocab_mask, control_tensors(step.controls), CANDIDATES)
+        record[f"step.{s}.logprobs"] = head.candidate_logprobs.contiguous()
+    return record
+
+
+def _moe_of_rounded(x: Tensor, *others: Any) -> Any:
+    """`expert_subset_moe` on activations as FP8 kernels take them: e4m3 with a scale for each token and 128 channels."""
+    groups = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % fp8.BLOCK)).unflatten(-1, (-1, fp8.BLOCK))
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / fp8.LARGEST
+    rounded = (fp8.widen((groups / scale).to(fp8.FP8)) * scale).flatten(-2)[..., : x.shape[-1]]
+    return REFERENCE_OPS.expert_subset_moe(rounded.to(x.dtype), *others)
+
+
+def compare_with_record(package: EnginePackage, session: Session | None = None) -> list[Check]:
+    """Run an engine over the steps of its record.
+
+    Args:
+        package: the engine.
+        session: empty, over the package, with up to three slots; a new one when None.
+
+    Raises:
+        EngineError: the package has no record.
+    """
+    path = package.folder / RECORD
+    if not path.exists():
+        raise EngineError(f"{package.folder}: has no {RECORD}: it was built with --no-gate; build it again without")
+    record = load_file(path)
+    session = session or open_session(package, slots=min(ROWS, package.build.max_batch_size))
+    checks: list[Check] = []
+    for s, step in enumerate(record_steps(package.valid_tokens, package.build)):
+        outputs = list(_run(session, step, alone=s == 0))
+        found = np.concatenate([output.candidate_logprobs for output in outputs])
+        key = f"step.{s}.logprobs"
+        error = _error(found, record[key][: session.slots])
+        checks.append(Check(f"log-probabilities of step {s + 1}", error, _limit(package, record, [key])))
+    for layer, names in enumerate(cache_names(package.model)):
+        for name in names:
+            keys = [f"row.{row}.{name}" for row in range(session.slots)]
+            error = max(_error(_cache(session, row, name, record[key]), record[key]) for row, key in enumerate(keys))
+            kind = name.split(".")[0].replace("_", " ")
+            checks.append(Check(f"layer {layer}, {kind}", error, _limit(package, record, keys)))
+    return checks
+
+
+def _limit(package: EnginePackage, record: dict[str, NDArray[np.float32]], keys: list[str]) -> float:
+    if package.build.precision == "float32":
+        return FLOAT32_LIMIT
+    rounding = max(float(record[f"rounding.{key}"][0]) for key in keys)
+    return float(np.clip(ROUNDING_FACTOR * rounding, *BOUNDS))
+
+
+def _run(session: Session, step: StepInput, alone: bool) -> Iterator[StepOutput]:
+    """A step over all rows at once, or row by row as prefills go."""
+    for first in range(session.slots if alone else 1):
+        yield session.step(some_rows(step, first, 1 if alone else session.slots))
+
+
+def _error(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
+    return relative_error(found, expected) if np.isfinite(found).all() else float("inf")
+
+
+def _cache(session: Session, row: int, name: str, expected: NDArray[np.float32]) -> NDArray[np.float32]:
+    """What a slot holds in a cache, in float32; the bytes of a GPU's cache are bfloat16 when they are two a value."""
+    snapshot = session.save(row, 0)
+    data = np.ascontiguousarray((snapshot.rows if is_row_cache(name) else snapshot.states)[name]).reshape(-1).view(np.uint8)
+    if data.nbytes == 2 * expected.size:
+        wide = np.zeros((expected.size, 2), np.uint16)
+        wide[:, 1] = data.view(np.uint16)
+        data = wide.reshape(-1).view(np.uint8)
+    return data.view(np.float32).reshape(expected.shape)
+
+
+class ParityGate:
+    """The gate of `clover_trt.engine.build`: an engine with a layer that is off is refused."""
+
+    def record(self, checkpoint: Checkpoint, settings: BuildConfig, folder: Path, progress: Callable[[str], None]) -> None:
+        """Write the record into the folder of an engine that is being built."""
+        write_record(checkpoint, settings, folder, progress)
+
+    def check(self, folder: Path) -> None:
+        """Compare a finished engine with its record.
+
+        Raises:
+            EngineError: names the layers that are off.
+        """
+        off = [check for check in compare_with_record(open_package(folder)) if not check.passed]
+        if off:
+            shown = ", ".join(f"{check.name} ({check.error:.2g}, limit {check.limit:g})" for check in off[:8])
+            raise EngineError(f"the built engine differs from the reference model in {len(off)} places: {shown}")

@@ -15,7 +15,6 @@ from clover_trt.engine import build_cpu, build_tensorrt
 from clover_trt.engine.package import (
     GRAPH,
     GRAPH_DATA,
-    LIBRARY,
     RECORD,
     EnginePackage,
     carry_files,
@@ -23,7 +22,7 @@ from clover_trt.engine.package import (
     package_writer,
     write_metadata,
 )
-from clover_trt.engine.plugins import EXPECTED, build_library, check_geometry, is_loadable, library_for, open_library
+from clover_trt.engine.plugins import EXPECTED, LIBRARY, build_library, check_geometry, is_loadable, library_for, open_library
 from clover_trt.engine.profiles import GpuProfile, Precision, check_precision, read_profile
 from clover_trt.engine.trt_library import find_library, local_compute_capabilities
 from clover_trt.errors import EngineError

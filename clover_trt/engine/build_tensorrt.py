@@ -22,7 +22,8 @@ from onnx.inliner import inline_local_functions
 from clover_trt.checkpoint.pack import Packed, pack
 from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.config import BuildConfig, OptimizationProfile
-from clover_trt.engine.package import BOUND, GRAPH, GRAPH_DATA, LIBRARY, PLAN, sha256_of
+from clover_trt.engine.package import BOUND, GRAPH, GRAPH_DATA, PLAN, sha256_of
+from clover_trt.engine.plugins import LIBRARY
 from clover_trt.engine.trt_library import TrtLibrary, load_timings, save_timings, timing_cache_file
 from clover_trt.errors import EngineError
 from clover_trt.graph.bodies_tensorrt import function_bodies

@@ -33,7 +33,6 @@ GRAPH_DATA = "step.data"
 EXPERTS = "experts.safetensors"
 PLAN = "rank0.engine"
 BOUND = "rank0_managed_weights.safetensors"  # TensorRT-LLM's name for weights that are not in the plan
-LIBRARY = "libclover_plugins.so"
 RECORD = "parity.safetensors"
 FORMAT = 2
 TRT_MODULES = {"tensorrt": ("tensorrt",), "tensorrt-rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings")}  # Python modules

@@ -14,13 +14,16 @@ import sys
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from clover_trt.config import ModelConfig
-from clover_trt.engine.package import LIBRARY
-from clover_trt.engine.profiles import Precision
 from clover_trt.errors import EngineError
 from clover_trt.graph.contract import VERSION
 
+if TYPE_CHECKING:
+    from clover_trt.config import ModelConfig
+    from clover_trt.engine.profiles import Precision
+
+LIBRARY = "libclover_plugins.so"
 HOST_LIBRARY = "libclover_kernels_host.so"
 HOST_PRESETS = ("host", "host-sanitized")
 EXPECTED = f"clover-plugins 0.1.0 contract {VERSION}"
@@ -150,11 +153,11 @@ def find_tensorrt_headers() -> Path | None:
     return next((place for place in places if (place / "NvInfer.h").exists()), None)
 
 
-def missing_tools() -> str | None:
-    """What this machine lacks to compile the library, or None."""
+def missing_tools(adapters: bool = True) -> str | None:
+    """What this machine lacks to compile the library, with the adapters for TensorRT or without; None when nothing."""
     if find_nvcc() is None:
         return "no nvcc: install the CUDA toolkit, or: pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl"
-    if find_tensorrt_headers() is None:
+    if adapters and find_tensorrt_headers() is None:
         return "no NvInfer.h: install TensorRT's headers, set TENSORRT_INCLUDE_DIR, or: pip install --no-deps kernel-lens"
     return _missing_programs()
 
@@ -182,13 +185,16 @@ def library_for(
     return path
 
 
-def build_library(preset: str, progress: Callable[[str], None] = lambda _: None, *, everything: bool = False) -> Path:
+def build_library(
+    preset: str, progress: Callable[[str], None] = lambda _: None, *, everything: bool = False, adapters: bool = True
+) -> Path:
     """Configure and compile a preset of plugins/CMakePresets.json; what is up to date is not compiled again.
 
     Args:
         preset: h200, gb300, portable, host or host-sanitized.
         progress: called with a line at the start of each stage.
         everything: the tests too.
+        adapters: with those for TensorRT, which need its headers.
 
     Returns:
         the library.
@@ -201,11 +207,13 @@ def build_library(preset: str, progress: Callable[[str], None] = lambda _: None,
     if preset in HOST_PRESETS:
         library = HOST_LIBRARY
     else:
-        missing = missing_tools()
+        missing = missing_tools(adapters)
         if missing is not None:
             raise EngineError(missing)
-        nvcc, headers = find_nvcc(), find_tensorrt_headers()
-        options = [f"-DCMAKE_CUDA_COMPILER={nvcc}", f"-DTENSORRT_INCLUDE_DIR={headers}"]
+        options = [
+            f"-DCMAKE_CUDA_COMPILER={find_nvcc()}",
+            f"-DTENSORRT_INCLUDE_DIR={find_tensorrt_headers() if adapters else ''}",
+        ]
     folder = (source.parent / "out" / "plugins" if source == SOURCE_TREE else _cache()) / preset
     progress(f"compiling the plugin library ({preset})")
     _run(source, "cmake", "--preset", preset, "-B", str(folder), *options)

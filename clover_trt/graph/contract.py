@@ -8,8 +8,11 @@ is said by its reference function.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from clover_trt.config import ModelConfig
+if TYPE_CHECKING:
+    from clover_trt.config import ModelConfig
+
 
 DOMAIN = "clover"
 VERSION = 1

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from clover_trt.config import ModelConfig
 from clover_trt.model.lengths import Lengths
 from clover_trt.model.norm import RMSNorm
 from clover_trt.model.ops import BlockOps
 from clover_trt.model.rotary import rotate
+
+if TYPE_CHECKING:
+    from clover_trt.config import ModelConfig
 
 
 class AttentionCache(NamedTuple):

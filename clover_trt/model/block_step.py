@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from clover_trt.config import ModelConfig
 from clover_trt.model.attention import Attention, AttentionCache, block_attention
 from clover_trt.model.gdn import GatedDeltaNet, GdnCache, gdn_block_scan
 from clover_trt.model.head import Controls, HeadOutput, confidence_head, vocabulary_mask
@@ -16,6 +15,9 @@ from clover_trt.model.moe import SparseMoe, expert_subset_moe
 from clover_trt.model.norm import RMSNorm
 from clover_trt.model.ops import BlockOps
 from clover_trt.model.rotary import rotary_angles
+
+if TYPE_CHECKING:
+    from clover_trt.config import ModelConfig
 
 LayerCache = AttentionCache | GdnCache
 REFERENCE_OPS = BlockOps(

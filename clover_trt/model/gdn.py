@@ -7,16 +7,18 @@ project's reading of what Clover's authors state, see docs/block-step.md.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from clover_trt.config import ModelConfig
 from clover_trt.model.lengths import Lengths
 from clover_trt.model.norm import GatedRMSNorm, l2_norm
 from clover_trt.model.ops import BlockOps
+
+if TYPE_CHECKING:
+    from clover_trt.config import ModelConfig
 
 CHUNK = 32
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clover_trt.config import ModelConfig
+if TYPE_CHECKING:
+    from clover_trt.config import ModelConfig
 
 
 class Controls(NamedTuple):

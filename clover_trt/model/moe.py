@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from clover_trt.config import ModelConfig
 from clover_trt.model.lengths import Lengths
 from clover_trt.model.ops import BlockOps
+
+if TYPE_CHECKING:
+    from clover_trt.config import ModelConfig
 
 
 def kept_experts(probs: Tensor, noisy: Tensor, mass: Tensor, top_k: int) -> Tensor:

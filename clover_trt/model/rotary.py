@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from clover_trt.config import ModelConfig
+if TYPE_CHECKING:
+    from clover_trt.config import ModelConfig
 
 
 def rotary_angles(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:

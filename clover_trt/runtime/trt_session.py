@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from clover_trt.checkpoint.safetensors_file import DTYPE_BYTES, read_header
 from clover_trt.config import OptimizationProfile
-from clover_trt.engine.package import BOUND, LIBRARY, PLAN, EnginePackage
+from clover_trt.engine.package import BOUND, PLAN, EnginePackage
+from clover_trt.engine.plugins import LIBRARY
 from clover_trt.errors import EngineError
 from clover_trt.graph.contract import CONTROL_INPUTS, advanced_name, cache_names
 from clover_trt.runtime.gpu import Context, CudaGpu, Gpu

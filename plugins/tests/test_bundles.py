@@ -12,8 +12,8 @@ from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.engine import build as build_module
 from clover_trt.engine import build_tensorrt
 from clover_trt.engine.build import build, resume
-from clover_trt.engine.package import LIBRARY, open_package, sha256_of
-from clover_trt.engine.plugins import EXPECTED, build_library, open_library
+from clover_trt.engine.package import open_package, sha256_of
+from clover_trt.engine.plugins import EXPECTED, LIBRARY, build_library, open_library
 from clover_trt.errors import EngineError
 from tests.small import SMALL, random_state, write_checkpoint
 

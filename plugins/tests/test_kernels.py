@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -216,3 +218,20 @@ def test_tensorrt_rtx_takes_the_library_and_makes_each_plugin(capfd: pytest.Capt
                 assert made(wrong) is None
             said = capfd.readouterr().err + "".join(messages)  # standard error when TensorRT hands over no logger
             assert f"clover::{name}" in said, "the reason is logged with the plugin's name"
+
+
+def test_the_gpu_check_runs_dry(tmp_path: Path) -> None:
+    """The whole of tools/gpu_check.py over the kernels on the host: cases, every timing, the whole step against PyTorch."""
+    tool = Path(__file__).parents[2] / "tools" / "gpu_check.py"
+    command = [sys.executable, str(tool), "--dry-run", "--out", str(tmp_path / "report.json")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert all(case["passed"] for case in report["cases"])
+    assert {(row["kernel"], row["precision"]) for row in report["kernels"]} == {
+        ("gdn_block_scan", "bf16"), ("expert_subset_moe", "bf16"), ("expert_subset_moe", "e4m3"), ("confidence_head", "bf16")
+    }  # fmt: skip
+    assert report["step"]["against_eager"]["relative_difference"] < 0.05
+    assert not report["step"]["failures"]
+    masses = {row["expert_mass"]: row["distinct_experts"] for row in report["step"]["passes"] if row["tokens"] == 16}
+    assert masses[0.7] < masses[0.9] < masses[1.0]

@@ -11,5 +11,5 @@ NO_COMPILER = "no nvcc: install it"
 def _no_compiler() -> Iterator[None]:
     """Builds end the same with and without CUDA's compiler in the environment; plugins/tests/ has builds that use it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("clover_trt.engine.plugins.missing_tools", lambda: NO_COMPILER)
+        patch.setattr("clover_trt.engine.plugins.missing_tools", lambda adapters=True: NO_COMPILER)
         yield

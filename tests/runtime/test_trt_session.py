@@ -14,7 +14,8 @@ from tiny.tokenizer import build_tokenizer, save_tokenizer
 from clover_trt.checkpoint.pack import pack
 from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.engine.build import build_settings
-from clover_trt.engine.package import BOUND, LIBRARY, PLAN, EnginePackage
+from clover_trt.engine.package import BOUND, PLAN, EnginePackage
+from clover_trt.engine.plugins import LIBRARY
 from clover_trt.engine.profiles import read_profile
 from clover_trt.errors import EngineError
 from clover_trt.graph.bodies_tensorrt import function_bodies

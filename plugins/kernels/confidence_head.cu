@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(kJoinThreads) head_join(HeadShape s, HeadArgum
 template <int Tiles>
 cudaError_t run_part(const HeadShape& s, const HeadArguments& x, const Parts& p, cudaStream_t stream) {
   const size_t shared = stream_shared<Tiles>() + sizeof(float) * kVocabularyRows * (8 * Tiles + 1);
-  return launch(head_part<Tiles>, dim3(static_cast<unsigned>(parts_of(s.vocabulary))), kStreamThreads, shared, stream, s, x, p);
+  return launch<head_part<Tiles>>(dim3(static_cast<unsigned>(parts_of(s.vocabulary))), kStreamThreads, shared, stream, s, x, p);
 }
 
 }  // namespace
@@ -230,7 +230,7 @@ cudaError_t confidence_head(const HeadShape& s, const HeadArguments& x, void* wo
   lay_out(s, workspace, p);
   CLOVER_TRY(s.rows * s.positions <= 32 ? run_part<4>(s, x, p, stream) : run_part<8>(s, x, p, stream));
   const size_t shared = sizeof(JoinShared) + static_cast<size_t>(parts_of(s.vocabulary));
-  return launch(head_join, dim3(static_cast<unsigned>(s.rows * s.positions)), kJoinThreads, shared, stream, s, x, p);
+  return launch<head_join>(dim3(static_cast<unsigned>(s.rows * s.positions)), kJoinThreads, shared, stream, s, x, p);
 }
 
 }  // namespace clover

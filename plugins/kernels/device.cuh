@@ -139,13 +139,18 @@ __device__ __forceinline__ Vector16 load16_once(const void* from) {
 
 // ---- launches ---------------------------------------------------------------------------------------------------
 
-// Runs a kernel on `stream`; arguments are converted to the kernel's parameter types.
-template <class... P, class... A>
-cudaError_t launch(void (*kernel)(P...), dim3 grid, unsigned threads, size_t shared_bytes, cudaStream_t stream, A... arguments) {
+// The parameter types of a kernel.
+template <class... P>
+struct Parameters {};
+template <class... P>
+Parameters<P...> parameters_of(void (*)(P...));
+
+template <auto kernel, class... P, class... A>
+cudaError_t launch_with(Parameters<P...>, dim3 grid, unsigned threads, size_t shared_bytes, cudaStream_t stream, A... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return cudaSuccess;
 #ifdef CLOVER_HOST
   (void)stream;
-  simt::launch(grid, dim3(threads), shared_bytes, [=] { kernel(static_cast<P>(arguments)...); });
+  simt::launch(__PRETTY_FUNCTION__, grid, dim3(threads), shared_bytes, [=] { kernel(static_cast<P>(arguments)...); });
   return cudaSuccess;
 #else
   if (shared_bytes > 48 << 10) {
@@ -156,6 +161,12 @@ cudaError_t launch(void (*kernel)(P...), dim3 grid, unsigned threads, size_t sha
   kernel<<<grid, threads, shared_bytes, stream>>>(static_cast<P>(arguments)...);
   return cudaGetLastError();
 #endif
+}
+
+// Runs a kernel on `stream`; arguments are converted to the kernel's parameter types.
+template <auto kernel, class... A>
+cudaError_t launch(dim3 grid, unsigned threads, size_t shared_bytes, cudaStream_t stream, A... arguments) {
+  return launch_with<kernel>(decltype(parameters_of(kernel)){}, grid, threads, shared_bytes, stream, arguments...);
 }
 
 constexpr size_t align16(size_t bytes) { return (bytes + 15) / 16 * 16; }

@@ -423,18 +423,18 @@ __global__ void __launch_bounds__(256) moe_combine(MoeShape s, Lengths lengths, 
 template <class W>
 cudaError_t run_gate_up(const Bank<W>& b, int experts, int hidden, cudaStream_t stream) {
   const unsigned e = static_cast<unsigned>(experts);
-  return launch(moe_gate_up<W>, dim3(static_cast<unsigned>((b.width + 15) / 16), e), kStreamThreads, expert_shared<W>(), stream, b, hidden);
+  return launch<moe_gate_up<W>>(dim3(static_cast<unsigned>((b.width + 15) / 16), e), kStreamThreads, expert_shared<W>(), stream, b, hidden);
 }
 
 template <class W>
 cudaError_t run_down(const Bank<W>& b, int experts, int hidden, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(hidden / kStreamRows), static_cast<unsigned>(experts));
-  return launch(moe_down<W>, grid, kStreamThreads, expert_shared<W>(), stream, b, hidden);
+  return launch<moe_down<W>>(grid, kStreamThreads, expert_shared<W>(), stream, b, hidden);
 }
 
 cudaError_t quantize(const bf16* from, e4m3* to, float* scale, size_t numbers, cudaStream_t stream) {
   const int groups = static_cast<int>(numbers / kQuantBlock), each = kRouteThreads / 32;
-  return launch(moe_quantize, dim3(static_cast<unsigned>((groups + each - 1) / each)), kRouteThreads, 0, stream, from, to, scale, groups);
+  return launch<moe_quantize>(dim3(static_cast<unsigned>((groups + each - 1) / each)), kRouteThreads, 0, stream, from, to, scale, groups);
 }
 
 }  // namespace
@@ -464,12 +464,12 @@ cudaError_t expert_subset_moe(const MoeShape& s, const MoeArguments<W>& x, void*
   const int N = s.rows * s.tokens, warps = kRouteThreads / 32;
   const size_t H = s.hidden, I = s.width, pairs = static_cast<size_t>(N) * s.top_k;
   const unsigned groups = static_cast<unsigned>((s.experts + 1 + warps - 1) / warps);
-  CLOVER_TRY(launch(moe_logits, dim3(static_cast<unsigned>(words(s.experts) + 1), static_cast<unsigned>((N + kTokens - 1) / kTokens)),
+  CLOVER_TRY(launch<moe_logits>(dim3(static_cast<unsigned>(words(s.experts) + 1), static_cast<unsigned>((N + kTokens - 1) / kTokens)),
                     kStreamThreads, stream_shared<kTiles>(), stream, s, x.x, x.router, x.shared_scalar_gate, p));
-  CLOVER_TRY(launch(moe_subset, dim3(static_cast<unsigned>(s.rows)), kRouteThreads, sizeof(SubsetShared), stream, s, x.lengths, x.expert_mass, p));
-  CLOVER_TRY(launch(moe_route, dim3(static_cast<unsigned>((N + warps - 1) / warps)), kRouteThreads, 0, stream, s, x.lengths, p));
-  CLOVER_TRY(launch(moe_count, dim3(groups), kRouteThreads, 0, stream, s, x.lengths, p));
-  CLOVER_TRY(launch(moe_fill, dim3(groups), kRouteThreads, 0, stream, s, p, x.distinct_experts));
+  CLOVER_TRY(launch<moe_subset>(dim3(static_cast<unsigned>(s.rows)), kRouteThreads, sizeof(SubsetShared), stream, s, x.lengths, x.expert_mass, p));
+  CLOVER_TRY(launch<moe_route>(dim3(static_cast<unsigned>((N + warps - 1) / warps)), kRouteThreads, 0, stream, s, x.lengths, p));
+  CLOVER_TRY(launch<moe_count>(dim3(groups), kRouteThreads, 0, stream, s, x.lengths, p));
+  CLOVER_TRY(launch<moe_fill>(dim3(groups), kRouteThreads, 0, stream, s, p, x.distinct_experts));
 
   Bank<W> routed{};
   routed.gate = x.gate_up;
@@ -519,7 +519,7 @@ cudaError_t expert_subset_moe(const MoeShape& s, const MoeArguments<W>& x, void*
   shared.result = p.shared_result;
   CLOVER_TRY(run_gate_up(shared, 1, s.hidden, stream));
   CLOVER_TRY(run_down(shared, 1, s.hidden, stream));
-  return launch(moe_combine, dim3(static_cast<unsigned>(N)), 256, 0, stream, s, x.lengths, p, x.out);
+  return launch<moe_combine>(dim3(static_cast<unsigned>(N)), 256, 0, stream, s, x.lengths, p, x.out);
 }
 
 #define CLOVER_INSTANTIATE(W)                                     \

@@ -416,7 +416,7 @@ template <class T, int KDim>
 cudaError_t run_scan(const GdnShape& s, const GdnArguments<T>& x, const Prepared& p, bool prefilled, cudaStream_t stream) {
   const int columns = s.v_dim < 32 ? s.v_dim : 32;
   const int block = s.block < s.tokens ? s.block : s.tokens;
-  return launch(gdn_scan<T, KDim>, dim3(static_cast<unsigned>(s.v_heads * (s.v_dim / columns)), static_cast<unsigned>(s.rows)),
+  return launch<gdn_scan<T, KDim>>(dim3(static_cast<unsigned>(s.v_heads * (s.v_dim / columns)), static_cast<unsigned>(s.rows)),
                 static_cast<unsigned>(4 * columns), scan_shared<KDim>(columns, block), stream, s, x, p, columns, prefilled);
 }
 
@@ -444,13 +444,13 @@ cudaError_t gdn_block_scan(const GdnShape& s, const GdnArguments<T>& x, void* wo
   Prepared p;
   lay_out(s, workspace, p);
   const unsigned rows = static_cast<unsigned>(s.rows);
-  CLOVER_TRY(launch(gdn_prepare<T>, dim3(static_cast<unsigned>(s.tokens), rows), kPrepareThreads, 0, stream, s, x, p));
-  CLOVER_TRY(launch(gdn_conv_state<T>, dim3(static_cast<unsigned>((s.channels() + 255) / 256), rows), 256, 0, stream, s, x));
+  CLOVER_TRY(launch<gdn_prepare<T>>(dim3(static_cast<unsigned>(s.tokens), rows), kPrepareThreads, 0, stream, s, x, p));
+  CLOVER_TRY(launch<gdn_conv_state<T>>(dim3(static_cast<unsigned>((s.channels() + 255) / 256), rows), 256, 0, stream, s, x));
   bool chunked = false;
   if constexpr (sizeof(T) == 2) {
     chunked = s.k_dim == kPrefillDim && s.v_dim % kPrefillColumns == 0 && s.tokens >= kPrefillFrom;
     const dim3 grid(static_cast<unsigned>(s.v_heads * (s.v_dim / kPrefillColumns)), rows);
-    if (chunked) CLOVER_TRY(launch(gdn_prefill<T>, grid, kPrefillThreads, sizeof(PrefillShared), stream, s, x, p));
+    if (chunked) CLOVER_TRY(launch<gdn_prefill<T>>(grid, kPrefillThreads, sizeof(PrefillShared), stream, s, x, p));
   }
   switch (s.k_dim) {
     case 16: return run_scan<T, 16>(s, x, p, chunked, stream);

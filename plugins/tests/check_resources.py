@@ -1,4 +1,5 @@
-"""Compare what the assembler says of each kernel with resources.csv: no spills, and no more registers than the table has.
+"""Compare what the assembler says of each kernel with resources.csv: no spills, no static shared memory (what a launch asks for
+is capped by tests/simt), and no more registers than the table has.
 
     python plugins/tests/check_resources.py BUILD_FOLDER [--write]
 
@@ -27,7 +28,7 @@ def short_name(mangled: str) -> str:
 
 
 def read_reports(folder: Path) -> dict[Row, tuple[int, int]]:
-    """Registers and spilled bytes by kernel and architecture."""
+    """Registers, and bytes spilled or of static shared memory, by kernel and architecture."""
     found: dict[Row, tuple[int, int]] = {}
     for report in sorted(folder.rglob("*.report")):
         entry, spilled = None, 0
@@ -37,7 +38,8 @@ def read_reports(folder: Path) -> dict[Row, tuple[int, int]]:
             elif match := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
                 spilled = int(match[1]) + int(match[2])
             elif entry and (match := re.search(r"Used (\d+) registers", line)):
-                found[entry] = (int(match[1]), spilled)
+                static = re.search(r"(\d+) bytes smem", line)
+                found[entry] = (int(match[1]), spilled + (int(static[1]) if static else 0))
                 entry = None
     return found
 
@@ -62,7 +64,7 @@ def main() -> int:
         limit = table.get(key)
         verdict = "ok"
         if spilled:
-            verdict = f"SPILLS {spilled} bytes"
+            verdict = f"{spilled} BYTES spilled or of static shared memory"
         elif limit is None:
             verdict = "NOT IN THE TABLE"
         elif registers > limit + SLACK:

@@ -33,7 +33,9 @@ extern thread_local dim3 block_index, block_size, grid_size;
 extern thread_local unsigned thread_index;  // blocks have one dimension
 
 // Runs `body` once for each thread of each block.
-void launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& body);
+// `kernel` names the kernel, as __PRETTY_FUNCTION__ does. The most shared memory that each one asks for is appended to the file
+// $CLOVER_SHARED_BYTES, when it is set.
+void launch(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& body);
 
 // Seed of the order of threads and blocks.
 void set_seed(uint64_t seed);

@@ -231,7 +231,8 @@ class GenerationConfig(Frozen):
     pass and verified by the causal model, or one token after another. `rule` names the unmasking rule (runtime/unmask.py),
     `tokens_per_pass` belongs to the rule of that name. `logprobs` asks for the log-probability of each token and that many
     alternatives; `max_forwards` ends a response after so many block steps. A `no_repeat_ngram_size` above 0 bans n-grams that
-    the response already has, and fills a block from left to right.
+    the response already has, `bad_words_ids` bans token sequences; with either (sequences of one token aside) a block fills from
+    left to right.
 
     All penalties and biases act on the response only. `dllm_length_penalty_strength` and
     `dllm_think_end_strength`, the logit bias at full strength, are this project's names: the published
@@ -253,6 +254,7 @@ class GenerationConfig(Frozen):
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     no_repeat_ngram_size: int = Field(default=0, ge=0)
+    bad_words_ids: tuple[Annotated[tuple[int, ...], Field(min_length=1)], ...] = ()
     dllm_length_penalty_start: int = Field(default=8192, ge=0)
     dllm_length_penalty_window: int = Field(default=8192, ge=1)
     dllm_length_penalty_strength: float = Field(default=10.0, ge=0)

@@ -37,6 +37,7 @@ class CausalSequence(Sequence):
                 ("do_sample", s.do_sample),
                 ("repetition, presence or frequency penalty", not neutral),
                 ("no_repeat_ngram_size", s.no_repeat_ngram_size > 0),
+                ("bad_words_ids", bool(s.bad_words_ids)),
             ):
                 if wrong:
                     raise RequestError(f"mode self-speculative is greedy and takes no {name}; use mode autoregressive")
@@ -71,7 +72,9 @@ class CausalSequence(Sequence):
             positions = at + 1 + np.arange(count, dtype=np.int64)
         else:  # the next token, then the block that begins at the same position
             positions = at + np.maximum(np.arange(count, dtype=np.int64) - 1, 0)
-        return self.controls.row(positions).banning(self._ngrams.banned(), 0, count)
+        controls = self.controls.row(positions)
+        everywhere, next_only = self._bans.always, self._bans.banned() - self._bans.always
+        return controls.banning(everywhere, slice(None), count).banning(next_only, 0, count)
 
     def apply(self, ids: Ints, logprobs: Floats) -> list[Filled]:
         """Take the candidates of the planned step; the tokens that it settles become part of the response.
@@ -144,7 +147,7 @@ class CausalSequence(Sequence):
         """Append a token to the response, which may end it."""
         position = len(self.response)
         self.response.append(token)
-        self._ngrams.add(token)
+        self._bans.add(token)
         self._take(position, token, confidence, ids, logprobs)
         if token in self.end_ids:
             self.finish_reason = "stop"

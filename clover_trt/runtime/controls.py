@@ -31,8 +31,8 @@ class RowControls:
     history_counts: Floats  # `[R]`
     biases: dict[int, Floats]  # token id to `[L]` values
 
-    def banning(self, tokens: Iterable[int], index: int, positions: int) -> RowControls:
-        """The same, with `tokens` ruled out at one of the `positions`."""
+    def banning(self, tokens: Iterable[int], index: int | slice, positions: int) -> RowControls:
+        """The same, with `tokens` ruled out at one or some of the `positions`."""
         biases = dict(self.biases)
         for token in tokens:
             values = biases.get(token, np.zeros(positions, np.float32)).copy()

@@ -63,12 +63,15 @@ class Generator:
         """A request from prompt text or ids.
 
         Args:
-            overrides: fields of `GenerationConfig`.
+            overrides: fields of `GenerationConfig`; also `bad_words`, texts that the response must not have.
 
         Raises:
             RequestError: the request is refused; nothing was computed.
         """
         base = self.package.generation
+        words = overrides.pop("bad_words", None)
+        if words:
+            overrides["bad_words_ids"] = [*(overrides.get("bad_words_ids") or ()), *self._word_ids(words)]
         if "block_size" not in overrides or overrides["block_size"] is None:
             overrides["block_size"] = min(base.block_size, self.package.model.block_size)
         try:
@@ -91,6 +94,12 @@ class Generator:
             thinking=thinking,
             fused=self.fused,
         )
+
+    def _word_ids(self, words: Many[str]) -> list[list[int]]:
+        """Token ids of bad words, at the start of a word and inside one."""
+        if isinstance(words, str) or not all(isinstance(word, str) and word for word in words):
+            raise RequestError(f"bad_words: expected a list of non-empty texts, found {words!r:.200}")
+        return [ids for word in words for text in (word, f" {word.lstrip()}") if (ids := self.codec.encode(text))]
 
     def chat(
         self, messages: list[Message], *, tools: list[Any] | None = None, enable_thinking: bool | None = None, **overrides: Any

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from clover_trt.config import GenerationConfig, ModelConfig
 from clover_trt.errors import NumericsError, RequestError
+from clover_trt.runtime.bans import TokenBans
 from clover_trt.runtime.controls import ControlState, RowControls
-from clover_trt.runtime.ngrams import NgramBan
 from clover_trt.runtime.sampling import candidates_needed, choose
 from clover_trt.runtime.session import Floats, Ints
 from clover_trt.runtime.unmask import find_rule
@@ -117,7 +117,7 @@ class Sequence:
         self._block: list[int] = []
         self._masked: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._plan: RowPlan | None = None
-        self._ngrams = NgramBan(self.settings.no_repeat_ngram_size)
+        self._bans = TokenBans(self.settings.no_repeat_ngram_size, self.settings.bad_words_ids)
         self._logprobs: dict[int, TokenLogprob] = {}
         self._told = 0  # resolved tokens that `new_text_ids` has given out
 
@@ -206,7 +206,9 @@ class Sequence:
     def row_controls(self) -> RowControls:
         """Logit controls for the unresolved positions of the current block."""
         unresolved = self._unresolved()
-        return self.controls.row(unresolved + self.block_start).banning(self._ngrams.banned(), 0, len(unresolved))
+        controls = self.controls.row(unresolved + self.block_start)
+        everywhere, next_only = self._bans.always, self._bans.banned() - self._bans.always
+        return controls.banning(everywhere, slice(None), len(unresolved)).banning(next_only, 0, len(unresolved))
 
     def _unresolved(self) -> Ints:
         """Positions of the current block that are still to be filled."""
@@ -252,18 +254,18 @@ class Sequence:
         return filled
 
     def _in_order(self, fill: NDArray[np.bool_], tokens: Ints) -> list[int]:
-        """Which of the unresolved positions to fill. Under an n-gram ban a block fills from left to right, so that what stands
-        before a position is known: the first always (its ban was in the logits), then on while the rule agrees and nothing
-        repeats."""
-        if not self._ngrams.size:
+        """Which of the unresolved positions to fill. Under a ban that looks back, a block fills from left to right, so that what
+        stands before a position is known: the first always (its ban was in the logits), then on while the rule agrees and
+        nothing is banned."""
+        if not self._bans.ordered:
             return [int(i) for i in np.flatnonzero(fill)]
         chosen: list[int] = []
         for i in range(len(fill)):
             token = int(tokens[i])
-            if chosen and (not fill[i] or token in self._ngrams.banned()):
+            if chosen and (not fill[i] or token in self._bans.banned()):
                 break
             chosen.append(i)
-            self._ngrams.add(token)
+            self._bans.add(token)
         return chosen
 
     def _take(self, position: int, token: int, confidence: float, ids: Ints, logprobs: Floats) -> None:

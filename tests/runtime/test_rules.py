@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import NoBadWordsLogitsProcessor
 
 from clover_trt.config import GenerationConfig
 from clover_trt.engine.package import EnginePackage
 from clover_trt.errors import RequestError
+from clover_trt.runtime.bans import TokenBans
 from clover_trt.runtime.generate import Generator
-from clover_trt.runtime.ngrams import NgramBan
 from clover_trt.runtime.sequence import Sequence
 from clover_trt.runtime.unmask import RULES
 from tests.small import SMALL
@@ -58,13 +60,37 @@ def test_no_ngram_comes_twice(seed: int, size: int, rule: str) -> None:
     response = run(config, seed, RULES[rule].candidates).response
     grams = [tuple(response[i : i + size]) for i in range(len(response) - size + 1)]
     assert len(grams) == len(set(grams))
-    ban, seen = NgramBan(size), set()
+    ban, seen = TokenBans(size), set()
     for i, token in enumerate(response):
         assert token not in ban.banned()
         assert {gram[-1] for gram in seen if gram[:-1] == tuple(response[i - size + 1 : i]) and i >= size - 1} == ban.banned()
         ban.add(token)
         if i >= size - 1:
             seen.add(tuple(response[i - size + 1 : i + 1]))
+
+
+WORDS = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=3), min_size=1, max_size=4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(WORDS, st.lists(st.integers(0, 7), max_size=30))
+def test_bad_words_are_those_of_transformers(words: list[list[int]], response: list[int]) -> None:
+    processor = NoBadWordsLogitsProcessor(words)
+    bans = TokenBans(words=words)
+    for i in range(len(response) + 1):
+        scores = processor(torch.tensor([response[:i]], dtype=torch.int64), torch.zeros(1, 8))
+        assert set(torch.isinf(scores)[0].nonzero().flatten().tolist()) == bans.banned()
+        if i < len(response):
+            bans.add(response[i])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), WORDS, st.sampled_from(sorted(RULES)))
+def test_no_bad_word_comes(seed: int, words: list[list[int]], rule: str) -> None:
+    config = GenerationConfig(block_size=BLOCK, max_new_tokens=80, threshold=0.3, rule=rule, bad_words_ids=words)
+    response = run(config, seed, RULES[rule].candidates).response
+    for word in words:
+        assert word not in [response[i : i + len(word)] for i in range(len(response))]
 
 
 def test_a_budget_of_forwards_ends_a_request_with_what_it_has() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from clover_trt import __version__
-from clover_trt.cli import build, run
+from clover_trt.cli import build, run, serve
 from clover_trt.cli.shared import fail, out
 from clover_trt.errors import CloverError
 
@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 app.add_typer(build.app)
 app.add_typer(run.app)
+app.add_typer(serve.app)
 _debug = False
 
 
@@ -46,6 +47,7 @@ def main() -> NoReturn:
     except ModuleNotFoundError as error:
         if _debug or error.name is None or error.name.startswith("clover_trt"):
             raise
-        extra = "bench" if error.name == "matplotlib" else "build"
+        serving = ("fastapi", "grpc", "openai", "tritonclient", "uvicorn", "httpx")
+        extra = "bench" if error.name == "matplotlib" else "serve" if error.name.split(".")[0] in serving else "build"
         fail(f"this command needs the package {error.name!r}; install it with: pip install 'clover-trt[{extra}]'")
     sys.exit(0)

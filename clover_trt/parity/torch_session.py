@@ -59,6 +59,10 @@ class TorchSession:
             caches[name][slot] = torch.from_numpy(state)
         self.prefix_len[slot] = chain[-1].end
 
+    def cache_bytes(self) -> int:
+        """Bytes of the caches of all slots."""
+        return sum(tensor.nbytes for cache in self._caches for tensor in cache)
+
     @torch.no_grad()
     def step(self, step: StepInput) -> StepOutput:
         """Run one block step over B neighbouring slots."""

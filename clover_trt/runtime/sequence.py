@@ -6,6 +6,7 @@ of that step. Any scheduler can drive it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from typing import Literal
@@ -281,7 +282,11 @@ class Sequence:
 
     def logprobs(self) -> list[TokenLogprob] | None:
         """Log-probabilities of the tokens of the response, when they were asked for."""
-        return None if self.settings.logprobs is None else [self._logprobs[i] for i in range(len(self.response))]
+        return None if self.settings.logprobs is None else self.logprobs_of(range(len(self.response)))
+
+    def logprobs_of(self, positions: Iterable[int]) -> list[TokenLogprob]:
+        """Log-probabilities at resolved positions of the response."""
+        return [self._logprobs[i] for i in positions]
 
     def resolved(self) -> list[int]:
         """Response tokens with nothing unresolved before them; they never change."""

@@ -100,6 +100,10 @@ class Session(Protocol):
         """Put a slot into the state of the last snapshot; the rows of all are written, those before the first stay."""
         ...
 
+    def cache_bytes(self) -> int:
+        """Bytes of the caches of all slots."""
+        ...
+
 
 def no_controls(rows: int, positions: int) -> ControlInput:
     """Controls that change nothing."""

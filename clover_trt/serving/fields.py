@@ -210,9 +210,9 @@ def _from_json(text: str | None) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise RequestError(f"sampling_parameters: expected a JSON object, found {type(data).__name__}")
     short = {"seed": "random_seed", "stop": "stop_words", "logprobs": "log_probs_alternatives"}
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in data.items():
-        known = BY_NAME.get(short.get(key, key))
+        known = BY_NAME.get(short.get(key) or key)
         if known is None or (known.setting is None and known.name not in ("stream", "return_log_probs")):
             names = ", ".join(each.name for each in INPUTS if each.setting)
             raise RequestError(f"sampling_parameters: unknown setting {key!r}; expected one of {names}")
@@ -237,7 +237,7 @@ def _settings(values: dict[str, Any]) -> dict[str, Any]:
     """Overrides of `GenerationConfig`."""
     wanted = values.pop("return_log_probs", False)
     alternatives = values.pop("log_probs_alternatives", 0)
-    found = {BY_NAME[name].setting: value for name, value in values.items()}
+    found: dict[str, Any] = {str(BY_NAME[name].setting): value for name, value in values.items()}
     if wanted:
         found["logprobs"] = alternatives
     if "temperature" in found:
@@ -247,7 +247,7 @@ def _settings(values: dict[str, Any]) -> dict[str, Any]:
     for name in ("temperature", "threshold", "top_p", "repetition_penalty", "expert_subset_mass"):
         if isinstance(found.get(name), float):
             found[name] = float(np.format_float_positional(np.float32(found[name])))  # 0.95, not 0.949999988079071
-    return {str(name): value for name, value in found.items()}
+    return found
 
 
 def config_io(rank_one: bool = True) -> str:

@@ -1,13 +1,15 @@
-"""Verbs that serve: serve."""
+"""Verbs that serve: serve, openai."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from clover_trt.cli.shared import out, progress_lines
+from clover_trt.cli.shared import err, out, progress_lines
+from clover_trt.errors import ConfigError
 
 app = typer.Typer()
 
@@ -15,9 +17,7 @@ app = typer.Typer()
 @app.command(epilog="Example: clover-trt serve --engine build/engines/tiny --slots 8")
 def serve(
     engine: Annotated[Path | None, typer.Option(help="Engine package folder.")] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="YAML file of these options; the command line goes before it.")
-    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file of these options; the command line goes before it.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to bind; loopback when not given.")] = None,
     http_port: Annotated[int | None, typer.Option(help="Triton's HTTP port; 8000.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="Triton's gRPC port; 8001.")] = None,
@@ -44,3 +44,46 @@ def serve(
         )
         run(options, progress)
     out.print("stopped")
+
+
+@app.command(epilog="Example: clover-trt openai --triton localhost:8001 --port 8080")
+def openai(
+    triton: Annotated[str, typer.Option(help="HOST:PORT of Triton's gRPC endpoint.")] = "localhost:8001",
+    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the front.")] = 8080,
+    model_name: Annotated[str, typer.Option(help="The model's name for clients.")] = "clover",
+    api_keys: Annotated[
+        Path | None, typer.Option(help="File with an API key a line; else $CLOVER_TRT_API_KEYS, separated by commas.")
+    ] = None,
+    max_request_bytes: Annotated[int, typer.Option(min=1, help="Longest request body.")] = 4 << 20,
+    requests_per_minute: Annotated[int | None, typer.Option(min=1, help="Of one key, or of one address; no limit.")] = None,
+) -> None:
+    """Run an OpenAI-compatible front of a Triton server, with a chat page at /."""
+    import uvicorn
+
+    from clover_trt.serving.openai_front import FrontOptions, create_app
+
+    keys = read_keys(api_keys)
+    options = FrontOptions(triton, model_name, keys, max_request_bytes, requests_per_minute)
+    if not keys and host not in ("127.0.0.1", "localhost", "::1"):
+        err.print("note: no API keys: everyone who reaches this address is let in")
+    err.print(f"http://{host}:{port}/ and http://{host}:{port}/v1", soft_wrap=True)
+    uvicorn.run(create_app(options), host=host, port=port, log_level="warning")
+
+
+def read_keys(path: Path | None) -> tuple[str, ...]:
+    """API keys of a file or of the environment.
+
+    Raises:
+        ConfigError: the file can't be read or has none.
+    """
+    if path is None:
+        return tuple(key.strip() for key in os.environ.get("CLOVER_TRT_API_KEYS", "").split(",") if key.strip())
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"{path}: expected an API key a line, found none")
+    return keys

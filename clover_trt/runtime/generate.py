@@ -79,6 +79,10 @@ class Generator:
         except ConfigError as error:
             raise RequestError(str(error)) from None
         ids = self.codec.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if overrides.get("max_new_tokens") is None:  # nobody asked for so many: as many whole blocks as fit
+            size = settings.block_size
+            fitting = (self.session.max_len - len(ids)) // size * size
+            settings = settings.override({"max_new_tokens": max(1, min(settings.max_new_tokens, fitting))})
         think_end = self.codec.token_id("</think>")
         last: dict[int | None, int] = {token: i for i, token in enumerate(ids)}
         thinking = last.get(self.codec.token_id("<think>"), -1) > last.get(think_end, -1)

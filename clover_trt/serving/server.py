@@ -23,6 +23,7 @@ LOG_FLAGS = {
     "verbose": ("--log-verbose=1",),
 }
 EXIT_TIMEOUT = 3  # seconds that Triton waits for open streams when it is told to stop; draining comes before
+KEEPALIVE_MS = 5000  # a client's machine that is gone without a word is noticed after twice that
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "clover_trt_"
 
@@ -84,6 +85,7 @@ class TritonProcess:
         command += [f"--http-address={options.host}", f"--http-port={options.http_port}"]
         command += [f"--grpc-address={options.host}", f"--grpc-port={options.grpc_port}"]
         command += [f"--metrics-address={options.host}", f"--metrics-port={options.metrics_port}"]
+        command += [f"--grpc-keepalive-time={KEEPALIVE_MS}", f"--grpc-keepalive-timeout={KEEPALIVE_MS}"]
         command += [f"--exit-timeout-secs={EXIT_TIMEOUT}", *LOG_FLAGS[options.log_level]]
         self._shared_prefix = f"{PREFIX}{os.getpid()}_{os.urandom(4).hex()}_"
         command.append(f"--backend-config=python,shm-region-prefix-name={self._shared_prefix}")

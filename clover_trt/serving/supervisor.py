@@ -152,7 +152,7 @@ class Supervisor:
                 lines = response.read().decode().splitlines()
         except OSError:
             return None
-        return next((int(float(line.split()[-1])) for line in lines if line.startswith("clover_open_requests{")), None)
+        return next((int(float(line.split()[-1])) for line in lines if line.startswith("clover_open_requests ")), None)
 
     def _drain(self) -> None:
         """Let running requests end, within the grace period."""

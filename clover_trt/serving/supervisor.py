@@ -154,6 +154,9 @@ class Supervisor:
             return None
         return next((int(float(line.split()[-1])) for line in lines if line.startswith("clover_open_requests ")), None)
 
+    def _running(self) -> bool:
+        return self.process is not None and self.process.running
+
     def _drain(self) -> None:
         """Let running requests end, within the grace period."""
         self.ready = False
@@ -162,9 +165,9 @@ class Supervisor:
         time.sleep(0.5)  # the model looks for the file, and refreshes its metrics
         while time.monotonic() < end:
             left = self.open_requests()
-            if not left:
+            if left == 0 or not self._running():
                 return
-            self._progress(f"waiting for {left} running requests")
+            self._progress(f"waiting for {'the' if left is None else left} running requests")
             time.sleep(0.2)
         self._progress("the grace period is over")
 

@@ -87,26 +87,20 @@ class Guard:
         if scope["type"] != "http" or not scope["path"].startswith(GUARDED):
             await self._app(scope, receive, send)
             return
-        started = False
-
-        async def watched_send(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
         try:
-            self._let_in(scope)
-            await self._app(scope, self._counted(receive), watched_send)
+            has_length = self._let_in(scope)
+            body = receive if has_length else await self._read(receive)
         except StatusError as failure:
-            if started:
-                raise
             await failure.response()(scope, receive, send)
+            return
+        await self._app(scope, body, send)
 
-    def _let_in(self, scope: Scope) -> None:
+    def _let_in(self, scope: Scope) -> bool:
+        """Whether the request says how long it is."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         key = authorised(headers.get("authorization", ""), self._keys)
-        length = headers.get("content-length", "0")
-        if not length.isdigit() or int(length) > self._max_bytes:
+        length = headers.get("content-length")
+        if length is not None and (not length.isdigit() or int(length) > self._max_bytes):
             raise self._too_long()
         if self._limit is not None:
             address = scope["client"][0] if scope.get("client") else ""
@@ -114,20 +108,25 @@ class Guard:
             if wait:
                 retry = {"Retry-After": str(math.ceil(wait))}
                 raise StatusError(429, f"more than {self._limit.per_minute} requests a minute; try again later", retry)
+        return length is not None or scope["method"] == "GET"
 
     def _too_long(self) -> StatusError:
         return StatusError(413, f"the request is longer than {self._max_bytes:,} bytes")
 
-    def _counted(self, receive: Receive) -> Receive:
-        """The body, up to the limit: one that comes in chunks says no length beforehand."""
-        total = 0
-
-        async def counted() -> Message:
-            nonlocal total
+    async def _read(self, receive: Receive) -> Receive:
+        """A body that comes in chunks and says no length beforehand: read whole, up to the limit, and given out again."""
+        body, more = b"", True
+        while more:
             message = await receive()
-            total += len(message.get("body", b""))
-            if total > self._max_bytes:
+            if message["type"] != "http.request":
+                break
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self._max_bytes:
                 raise self._too_long()
-            return message
+        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-        return counted
+        async def again() -> Message:
+            return whole.pop() if whole else await receive()
+
+        return again

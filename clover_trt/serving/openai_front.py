@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 
 from clover_trt.errors import RequestError
 from clover_trt.serving.client import AsyncClient, Piece, ServingError
@@ -70,6 +71,10 @@ def create_app(options: FrontOptions) -> FastAPI:
     @app.exception_handler(StatusError)
     async def failed(_: Request, failure: StatusError) -> Response:
         return failure.response()
+
+    @app.exception_handler(HTTPException)
+    async def refused(_: Request, error: HTTPException) -> Response:
+        return StatusError(error.status_code, str(error.detail)).response()
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -95,3 +96,29 @@ def served(tiny_engine: EnginePackage) -> Iterator[Served]:
     server = start(tiny_engine.folder, "--slots", "4", "--max-queue", "8", "--threads", "1")
     yield server
     end(server)
+
+
+def start_front(grpc: str, *options: str, **environment: str) -> tuple[subprocess.Popen[str], str]:
+    """`clover-trt openai`, and its address."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "clover_trt.cli", "openai", "--triton", grpc, "--port", str(port), *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    url = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        try:
+            return get(f"{url}/health", timeout=10)[0] == 200
+        except OSError:
+            return process.poll() is not None
+
+    wait(answers, 30)
+    assert process.poll() is None, process.stderr.read() if process.stderr else ""
+    return process, url
+
+
+@pytest.fixture(scope="session")
+def front(served: Served) -> Iterator[str]:
+    process, url = start_front(served.grpc)
+    yield url
+    process.terminate()
+    process.wait(20)

@@ -55,14 +55,18 @@ class DecoderLayer(nn.Module):
         self, x: Tensor, cache: LayerCache, lengths: Lengths, angles: tuple[Tensor, Tensor], mass: Tensor
     ) -> tuple[Tensor, LayerCache, Tensor]:
         """`x` `[B, T, H]` to `[B, T, H]`; also the advanced cache and the distinct experts used."""
+        x, cache = self.mix(x, cache, lengths, angles)
+        routed, distinct = self.mlp(self.post_attention_layernorm(x), lengths, mass)
+        return x + routed, cache, distinct
+
+    def mix(self, x: Tensor, cache: LayerCache, lengths: Lengths, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, LayerCache]:
+        """The layer's first half: attention or Gated DeltaNet, and its residual."""
         normed = self.input_layernorm(x)
         if self.is_attention:
             mixed, cache = self.self_attn(normed, cache, lengths, angles)
         else:
             mixed, cache = self.linear_attn(normed, cache, lengths)
-        x = x + mixed
-        routed, distinct = self.mlp(self.post_attention_layernorm(x), lengths, mass)
-        return x + routed, cache, distinct
+        return x + mixed, cache
 
 
 class Backbone(nn.Module):

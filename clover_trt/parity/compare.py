@@ -25,9 +25,10 @@ class Check:
 
 
 def relative_error(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
-    """`||found - expected|| / ||expected||` in double precision."""
-    difference = found.astype(np.float64) - expected.astype(np.float64)
-    return float(np.linalg.norm(difference) / np.linalg.norm(expected.astype(np.float64)))
+    """`||found - expected|| / ||expected||` in double precision; 0 when both are zero."""
+    difference = float(np.linalg.norm(found.astype(np.float64) - expected.astype(np.float64)))
+    size = float(np.linalg.norm(expected.astype(np.float64)))
+    return difference / size if size else (0.0 if difference == 0 else float("inf"))
 
 
 def mixed_steps(vocab: int, block: int, seed: int = 0, longest: int = 1 << 20) -> list[StepInput]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import functional as F
 
 from clover_trt.checkpoint import fp8
 from clover_trt.checkpoint.reader import Checkpoint
@@ -28,10 +29,11 @@ from clover_trt.config import BuildConfig
 from clover_trt.engine.package import RECORD, EnginePackage, open_package
 from clover_trt.errors import EngineError
 from clover_trt.graph.contract import cache_names
-from clover_trt.model.block_step import REFERENCE_OPS, new_caches
+from clover_trt.model.block_step import new_caches
+from clover_trt.model.head import confidence_head, vocabulary_mask
 from clover_trt.model.lengths import Lengths
 from clover_trt.model.load import compute_dtype, empty_model
-from clover_trt.model.ops import BlockOps
+from clover_trt.model.moe import SparseMoe, route, shared_expert
 from clover_trt.model.rotary import rotary_angles
 from clover_trt.parity.compare import Check, mixed_steps, relative_error
 from clover_trt.parity.torch_session import control_tensors
@@ -74,8 +76,8 @@ def write_record(
 ) -> None:
     """Run the reference over the record's steps and write the record into the folder of an engine.
 
-    It runs in float32, and for an engine of lower precision once more in that, to know how much rounding alone may change.
-    One layer is in memory at a time.
+    It runs in float32, and for an engine of lower precision in that too, to know how much rounding alone may change. Layers are
+    on the outside and steps on the inside: every weight is read once, and one layer without its experts is in memory at a time.
 
     Args:
         checkpoint: the weights.
@@ -86,79 +88,149 @@ def write_record(
     Raises:
         CheckpointError: a tensor cannot be read or is not finite.
     """
-    steps, quantized = record_steps(checkpoint.valid_tokens, settings), settings.precision == "fp8"
-    record = _reference(_Weights(checkpoint, torch.float32, quantized), REFERENCE_OPS, steps, progress)
+    config, quantized = checkpoint.config, settings.precision == "fp8"
+    steps = record_steps(checkpoint.valid_tokens, settings)
+    weights = _Weights(checkpoint, quantized)
+    runs = [_Run(weights, steps, torch.float32)]
     if settings.precision != "float32":
-        ops = dataclasses.replace(REFERENCE_OPS, expert_subset_moe=_moe_of_rounded) if quantized else REFERENCE_OPS
-        rounded = _reference(_Weights(checkpoint, torch.bfloat16, quantized), ops, steps, progress)
-        errors = {f"rounding.{name}": relative_error(rounded[name].numpy(), exact.numpy()) for name, exact in record.items()}
+        runs.append(_Run(weights, steps, torch.bfloat16))
+    for number in range(config.num_hidden_layers):
+        progress(f"reference: layer {number + 1}/{config.num_hidden_layers}")
+        inputs = [each for run in runs for each in run.mix(number)]
+        for run, outputs in zip(runs, _split(_mixture(weights, number, inputs), len(steps)), strict=True):
+            run.add(number, outputs)
+    record, *rounded = [run.finish() for run in runs]
+    for other in rounded:
+        errors = {f"rounding.{name}": relative_error(other[name].numpy(), exact.numpy()) for name, exact in record.items()}
         record |= {name: torch.tensor([error], dtype=torch.float32) for name, error in errors.items()}
     save_file(record, folder / RECORD)
 
 
 class _Weights:
-    """Weights of a checkpoint as an engine of this precision holds them, read into one module at a time."""
+    """Weights of a checkpoint as an engine holds them."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, quantized: bool) -> None:
-        self.checkpoint, self.dtype, self.quantized = checkpoint, dtype, quantized
+    def __init__(self, checkpoint: Checkpoint, quantized: bool) -> None:
+        self.checkpoint, self.quantized = checkpoint, quantized
 
-    def read(self, module: torch.nn.Module, prefix: str) -> None:
-        """Give a module of the empty model its weights."""
+    def read(self, module: torch.nn.Module, prefix: str, dtype: torch.dtype) -> None:
+        """Give a module of the empty model its weights, those of experts aside."""
+        names = [prefix + name for name, _ in module.named_parameters() if ".experts." not in name]
         state = {}
-        for name, tensor in self.checkpoint.tensors([prefix + name for name, _ in module.named_parameters()]):
+        for name, tensor in self.checkpoint.tensors(names):
             if self.quantized and fp8.is_quantized(name):
-                stored = self.checkpoint.load_quantized(name)
-                tensor = (fp8.dequantize_bank if name.endswith("experts.gate_up_proj") else fp8.dequantize)(*stored)
-            state[name.removeprefix(prefix)] = tensor.to(compute_dtype(name, self.dtype))
-        module.load_state_dict(state, assign=True)
+                tensor = fp8.dequantize(*self.checkpoint.load_quantized(name))
+            state[name.removeprefix(prefix)] = tensor.to(compute_dtype(name, dtype))
+        module.load_state_dict(state, assign=True, strict=False)
         module.requires_grad_(False)
 
+    def experts(self, name: str) -> Iterator[Tensor]:
+        """The matrices of a bank, one after another."""
+        if self.quantized:
+            restore = fp8.dequantize_bank if name.endswith("gate_up_proj") else fp8.dequantize
+            yield from (restore(weight, scale) for weight, scale in zip(*self.checkpoint.load_quantized(name), strict=True))
+        elif self.checkpoint.quantized:
+            yield from self.checkpoint.load(name)
+        else:
+            yield from self.checkpoint.experts(name)
 
-def _reference(weights: _Weights, ops: BlockOps, steps: Steps, progress: Callable[[str], None]) -> dict[str, Tensor]:
-    """The record's values, in float32; layers on the outside and steps on the inside, so that every weight is read once."""
-    config = weights.checkpoint.config
-    model = empty_model(weights.checkpoint, ops)
-    weights.read(model.model.embed_tokens, "model.embed_tokens.")
-    states, lengths, prefix = [], [], torch.zeros(ROWS, dtype=torch.int32)
-    for step in steps:
-        states.append(model.model.embed_tokens(torch.from_numpy(step.input_ids)))
-        lengths.append(Lengths(prefix, torch.from_numpy(step.commit_len), torch.from_numpy(step.noisy_len)))
-        prefix = prefix + lengths[-1].commit_len
-    if not config.tie_word_embeddings:
-        model.model.embed_tokens.to("meta")  # gives the memory back
-    record: dict[str, Tensor] = {}
-    longest = int(prefix.max()) + 2 * config.block_size
-    for number, cache in enumerate(new_caches(config, ROWS, longest, weights.dtype)):
-        progress(f"reference in {str(weights.dtype).removeprefix('torch.')}: layer {number + 1}/{config.num_hidden_layers}")
-        layer = model.model.layers[number]
-        weights.read(layer, f"model.layers.{number}.")
-        for s, (step, rows) in enumerate(zip(steps, lengths, strict=True)):
-            positions = rows.prefix_len[:, None].long() + torch.arange(states[s].shape[1])
-            angles, mass = rotary_angles(positions, config), torch.from_numpy(step.expert_mass)
-            states[s], cache, _ = layer(states[s], cache, rows, angles, mass)
-        layer.to("meta")
+
+class _MoeInput(NamedTuple):
+    """Tokens of one step of one run before a mixture, with the router and the shared expert that they meet."""
+
+    x: Tensor  # [B, T, H]
+    mlp: SparseMoe
+    lengths: Lengths
+    mass: Tensor
+    round_activations: bool
+
+
+class _Run:
+    """The steps in one precision, layer by layer."""
+
+    def __init__(self, weights: _Weights, steps: Steps, dtype: torch.dtype) -> None:
+        self.weights, self.steps, self.dtype = weights, steps, dtype
+        self.config = weights.checkpoint.config
+        self.model = empty_model(weights.checkpoint)
+        embedding = weights.checkpoint.load("model.embed_tokens.weight")
+        self.states = [embedding[torch.from_numpy(step.input_ids)].to(dtype) for step in steps]
+        self.lengths, prefix = [], torch.zeros(ROWS, dtype=torch.int32)
+        for step in steps:
+            self.lengths.append(Lengths(prefix, torch.from_numpy(step.commit_len), torch.from_numpy(step.noisy_len)))
+            prefix = prefix + self.lengths[-1].commit_len
+        self.prefix = prefix
+        self.record: dict[str, Tensor] = {}
+
+    def mix(self, number: int) -> list[_MoeInput]:
+        """A layer's attention or Gated DeltaNet over all steps; what its experts are to see of each."""
+        layer: Any = self.model.model.layers[number]
+        config = self.config
+        self.weights.read(layer, f"model.layers.{number}.", self.dtype)
+        inputs = []
+        cache = new_caches(config, ROWS, int(self.prefix.max()) + 2 * config.block_size, self.dtype)[number]
+        for s, (step, rows) in enumerate(zip(self.steps, self.lengths, strict=True)):
+            positions = rows.prefix_len[:, None].long() + torch.arange(self.states[s].shape[1])
+            self.states[s], cache = layer.mix(self.states[s], cache, rows, rotary_angles(positions, config))
+            seen = layer.post_attention_layernorm(self.states[s])
+            rounds = self.weights.quantized and self.dtype != torch.float32
+            inputs.append(_MoeInput(seen, layer.mlp, rows, torch.from_numpy(step.expert_mass), rounds))
         for name, tensor in zip(cache_names(config)[number], cache, strict=True):
             for row in range(ROWS):
-                kept = tensor[row, :, : int(prefix[row])] if is_row_cache(name) else tensor[row]
-                record[f"row.{row}.{name}"] = kept.float().contiguous().clone()
-    weights.read(model.model.norm, "model.norm.")
-    if not config.tie_word_embeddings:
-        weights.read(model.lm_head, "lm_head.")
-    weight = (model.model.embed_tokens if config.tie_word_embeddings else model.lm_head).weight
-    for s, step in enumerate(steps):
-        index = torch.from_numpy(step.logit_index)[..., None].expand(-1, -1, config.hidden_size)
-        last = model.model.norm(states[s].gather(1, index))
-        head = model.ops.confidence_head(last, weight, model.vocab_mask, control_tensors(step.controls), CANDIDATES)
-        record[f"step.{s}.logprobs"] = head.candidate_logprobs.contiguous()
-    return record
+                kept = tensor[row, :, : int(self.prefix[row])] if is_row_cache(name) else tensor[row]
+                self.record[f"row.{row}.{name}"] = kept.float().contiguous().clone()
+        return inputs
+
+    def add(self, number: int, outputs: list[Tensor]) -> None:
+        """What a layer's experts gave, onto the states; the layer's memory is given back."""
+        self.model.model.layers[number].to("meta")
+        self.states = [state + output for state, output in zip(self.states, outputs, strict=True)]
+
+    def finish(self) -> dict[str, Tensor]:
+        """The record's values, in float32."""
+        tied = self.config.tie_word_embeddings
+        weight = self.weights.checkpoint.load("model.embed_tokens.weight" if tied else "lm_head.weight").to(self.dtype)
+        self.weights.read(self.model.model.norm, "model.norm.", self.dtype)
+        mask = vocabulary_mask(self.config, self.weights.checkpoint.valid_tokens)
+        for s, step in enumerate(self.steps):
+            index = torch.from_numpy(step.logit_index)[..., None].expand(-1, -1, self.config.hidden_size)
+            last = self.model.model.norm(self.states[s].gather(1, index))
+            head = confidence_head(last, weight, mask, control_tensors(step.controls), CANDIDATES)
+            self.record[f"step.{s}.logprobs"] = head.candidate_logprobs.contiguous()
+        return self.record
 
 
-def _moe_of_rounded(x: Tensor, *others: Any) -> Any:
-    """`expert_subset_moe` on activations as FP8 kernels take them: e4m3 with a scale for each token and 128 channels."""
-    groups = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % fp8.BLOCK)).unflatten(-1, (-1, fp8.BLOCK))
+def _split(values: list[Tensor], size: int) -> list[list[Tensor]]:
+    return [values[begin : begin + size] for begin in range(0, len(values), size)]
+
+
+def _mixture(weights: _Weights, number: int, inputs: list[_MoeInput]) -> list[Tensor]:
+    """The mixture of experts of a layer over several inputs, one expert in memory at a time."""
+    flat, outs, chosen = [], [], []
+    for each in inputs:
+        score, index = route(F.linear(each.x, each.mlp.gate.weight), each.lengths, each.mass, each.mlp.top_k)
+        chosen.append((score.flatten(0, 1), index.flatten(0, 1)))
+        flat.append((_rounded(each.x) if each.round_activations else each.x).flatten(0, 1))
+        one = each.mlp.shared_expert
+        matrices = (one.gate_proj.weight, one.up_proj.weight, one.down_proj.weight, each.mlp.shared_expert_gate.weight)
+        outs.append(shared_expert(each.x.flatten(0, 1), *matrices))
+    at = f"model.layers.{number}.mlp.experts."
+    for expert, (gate_up, down) in enumerate(
+        zip(weights.experts(f"{at}gate_up_proj"), weights.experts(f"{at}down_proj"), strict=True)
+    ):
+        for x, out, (score, index) in zip(flat, outs, chosen, strict=True):
+            token, slot = (index == expert).nonzero(as_tuple=True)
+            if len(token):
+                gate, up = F.linear(x[token], gate_up.to(x.dtype)).chunk(2, dim=-1)
+                part = F.linear(F.silu(gate) * up, down.to(x.dtype)) * score[token, slot, None].to(x.dtype)
+                out.index_add_(0, token, part)
+    return [out.view_as(each.x) for out, each in zip(outs, inputs, strict=True)]
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """Activations as FP8 kernels take them: e4m3 with a scale for each token and 128 channels."""
+    groups = F.pad(x.float(), (0, -x.shape[-1] % fp8.BLOCK)).unflatten(-1, (-1, fp8.BLOCK))
     scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / fp8.LARGEST
-    rounded = (fp8.widen((groups / scale).to(fp8.FP8)) * scale).flatten(-2)[..., : x.shape[-1]]
-    return REFERENCE_OPS.expert_subset_moe(rounded.to(x.dtype), *others)
+    rounded: Tensor = fp8.widen((groups / scale).to(fp8.FP8)) * scale
+    return rounded.flatten(-2)[..., : x.shape[-1]].to(x.dtype)
 
 
 def compare_with_record(package: EnginePackage, session: Session | None = None) -> list[Check]:

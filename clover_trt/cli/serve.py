@@ -1,17 +1,22 @@
-"""Verbs that serve: serve, openai."""
+"""Verbs that serve: serve, openai, bench serve."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
+from rich.table import Table
 
-from clover_trt.cli.shared import err, out, progress_lines
-from clover_trt.errors import ConfigError
+from clover_trt.cli.shared import JsonOption, err, out, progress_lines
+from clover_trt.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from clover_trt.bench.serve import Load
 
 app = typer.Typer()
+Number = TypeVar("Number", int, float)
 
 
 @app.command(epilog="Example: clover-trt serve --engine build/engines/tiny --slots 8")
@@ -87,3 +92,79 @@ def read_keys(path: Path | None) -> tuple[str, ...]:
     if not keys:
         raise ConfigError(f"{path}: expected an API key a line, found none")
     return keys
+
+
+bench = typer.Typer(help="Measure a running server.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.callback()
+def _bench() -> None:
+    """Measure a running server."""
+
+
+@bench.command("serve", epilog="Example: clover-trt bench serve --url localhost:8001 --concurrency 1,4,16 --out out/load")
+def bench_serve(
+    url: Annotated[str, typer.Option(help="HOST:PORT of Triton's gRPC endpoint.")] = "localhost:8001",
+    concurrency: Annotated[str, typer.Option(help="Closed loops: clients at a time, separated by commas.")] = "1,4,16,64",
+    rates: Annotated[str, typer.Option(help="Open loops: requests a second (Poisson arrivals), separated by commas.")] = "",
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each load.")] = 200,
+    dataset: Annotated[Path | None, typer.Option(help='JSON lines: {"prompt": text} or {"messages": [...]}.')] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Hard limit of each response.")] = 128,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Every response has max-tokens tokens.")] = False,
+    threshold: Annotated[float | None, typer.Option(help="Confidence above which a position is filled.")] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrival times.")] = 0,
+    target: Annotated[Path | None, typer.Option("--out", help="Folder for serve.json and serve.png.")] = None,
+    json_out: JsonOption = False,
+) -> None:
+    """Load a server and say what its clients saw."""
+    import asyncio
+    import json
+    from dataclasses import asdict
+
+    from clover_trt.bench.serve import measure, read_dataset, write_report
+
+    loads_of = numbers("--concurrency", concurrency, int), numbers("--rates", rates, float)
+    if not any(loads_of):
+        raise RequestError("expected --concurrency or --rates with at least one number")
+    settings = {"max_tokens": max_tokens, "ignore_eos": ignore_eos or None, "threshold": threshold}
+    conversations = read_dataset(dataset, seed)
+    with progress_lines(json_out) as progress:
+        run = measure(
+            url, conversations, requests, settings, concurrency=loads_of[0], rates=loads_of[1], seed=seed, progress=progress
+        )
+        loads = asyncio.run(run)
+    if target is not None:
+        write_report(target, loads, {"url": url, "requests": requests, **settings})
+    if json_out:
+        print(json.dumps([asdict(load) for load in loads]))
+        return
+    out.print(load_table(loads))
+
+
+def load_table(loads: list[Load]) -> Table:
+    """What each load came to."""
+    heads = ("load", "requests", "errors", "requests/s", "tokens/s", "of one", "TPF", "first block", "inter-block", "end to end")
+    table = Table(*heads, caption="tokens/s of all together, and of one request (median); times in ms: median / p95 / p99")
+    for load in loads:
+        errors = ", ".join(f"{count} {code}" for code, count in load.errors.items()) or "0"
+        rates = (load.requests_per_second, load.tokens_per_second, load.tokens_per_second_per_request.get("p50", 0.0))
+        times = (load.time_to_first_block, load.inter_block, load.end_to_end)
+        shown = [" / ".join(f"{1e3 * value:.0f}" for value in each.values()) or "-" for each in times]
+        table.add_row(load.load, str(load.requests), errors, *(f"{rate:.1f}" for rate in rates), f"{load.tpf:.2f}", *shown)
+    return table
+
+
+def numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
+    """Positive numbers separated by commas.
+
+    Raises:
+        RequestError: something else.
+    """
+    try:
+        found = [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise RequestError(f"{option}: expected numbers separated by commas, found {text!r}") from None
+    if any(not number > 0 for number in found):
+        raise RequestError(f"{option}: expected numbers above 0, found {text!r}")
+    return found

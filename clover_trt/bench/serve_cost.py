@@ -101,7 +101,9 @@ def main(
         shutil.copy(str(files("clover_trt.assets") / "clover_tiny" / "tokenizer.json"), checkpoint)
         build(Checkpoint(checkpoint), engine, max_seq_len=1024, progress=status.update)
         generator = Generator(str(engine), slots=IN_FLIGHT, threads=threads)
-        options = ServeOptions.read(None, {"engine": engine, "slots": IN_FLIGHT, "threads": threads, "prefix_cache_mb": 0, **free_ports()})
+        options = ServeOptions.read(
+            None, {"engine": engine, "slots": IN_FLIGHT, "threads": threads, "prefix_cache_mb": 0, **free_ports()}
+        )
         supervisor = Supervisor(options, status.update)
         thread = threading.Thread(target=supervisor.run)
         thread.start()

@@ -1,4 +1,4 @@
-"""Verbs that serve: serve, openai, bench serve."""
+"""Verbs that serve: serve, openai, bench serve, deploy k8s."""
 
 from __future__ import annotations
 
@@ -168,3 +168,49 @@ def numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
     if any(not number > 0 for number in found):
         raise RequestError(f"{option}: expected numbers above 0, found {text!r}")
     return found
+
+
+deploy = typer.Typer(help="Write what a cluster needs.", no_args_is_help=True)
+app.add_typer(deploy, name="deploy")
+
+
+@deploy.callback()
+def _deploy() -> None:
+    """Write what a cluster needs."""
+
+
+@deploy.command("k8s", epilog="Example: clover-trt deploy k8s --image clover-trt:1 --engine-claim engines --out out/k8s")
+def deploy_k8s(
+    image: Annotated[str, typer.Option(help="Image built from build/docker/Dockerfile.")],
+    engine_claim: Annotated[str, typer.Option(help="PersistentVolumeClaim that holds the engine package.")],
+    target: Annotated[Path, typer.Option("--out", help="New folder for the manifests.")],
+    gpu: Annotated[str, typer.Option(help="h200 (x86-64 nodes) or gb300 (Arm nodes).")] = "h200",
+    gpu_product: Annotated[str | None, typer.Option(help="Value of the node label nvidia.com/gpu.product.")] = None,
+    engine_path: Annotated[str, typer.Option(help="Folder of the engine in the claim.")] = ".",
+    name: Annotated[str, typer.Option(help="Name of everything.")] = "clover",
+    namespace: Annotated[str, typer.Option()] = "default",
+    slots: Annotated[int, typer.Option(help="Requests in flight of a replica.")] = 8,
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait in a replica.")] = 64,
+    min_replicas: Annotated[int, typer.Option()] = 1,
+    max_replicas: Annotated[int, typer.Option()] = 4,
+    queue_target: Annotated[int, typer.Option(help="Waiting requests a replica above which replicas are added.")] = 4,
+    api_keys_secret: Annotated[str | None, typer.Option(help="Secret whose key 'keys' has an API key a line.")] = None,
+    kserve: Annotated[bool, typer.Option("--kserve", help="An InferenceService of KServe instead.")] = False,
+) -> None:
+    """Write Kubernetes manifests: probes follow the canary, replicas follow the queue."""
+    from clover_trt.config import validated
+    from clover_trt.serving.deploy import DeployOptions, write_manifests
+
+    architectures = {"h200": "amd64", "gb300": "arm64"}
+    if gpu not in architectures:
+        raise RequestError(f"--gpu {gpu}: expected one of {', '.join(architectures)}")
+    if min_replicas > max_replicas:
+        raise RequestError(f"--min-replicas {min_replicas} is more than --max-replicas {max_replicas}")
+    given = {
+        "name": name, "namespace": namespace, "image": image, "engine_claim": engine_claim, "engine_path": engine_path,
+        "architecture": architectures[gpu], "gpu_product": gpu_product, "slots": slots, "max_queue": max_queue,
+        "min_replicas": min_replicas, "max_replicas": max_replicas, "queue_target": queue_target,
+        "api_keys_secret": api_keys_secret,
+    }  # fmt: skip
+    for path in write_manifests(target, validated(DeployOptions, given, "deploy"), kserve=kserve):
+        out.print(f"wrote {path}", soft_wrap=True)

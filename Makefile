@@ -1,4 +1,5 @@
-# Two commands for a newcomer: `make quickstart`, then `make test`. `make plugins-test` needs a C++ compiler too.
+# Two commands for a newcomer: `make quickstart`, then `make test`. `make plugins-test` needs a C++ compiler too,
+# `make page-test` Chromium and its driver.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -6,7 +7,7 @@ ENGINE := build/engines/tiny
 
 PRESETS := h200 gb300 portable
 
-.PHONY: quickstart test plugins-test bench lint clean
+.PHONY: quickstart test plugins-test page-test bench lint clean
 
 quickstart: $(VENV)/.build $(ENGINE)/manifest.json
 	$(BIN)/clover-trt generate --engine $(ENGINE) --prompt "Set a timer for 25 minutes."
@@ -24,9 +25,13 @@ plugins-test: $(VENV)/.plugins
 	cd plugins && PATH="$(abspath $(BIN)):$$PATH" && for preset in host-sanitized $(PRESETS); do ctest --preset $$preset || exit 1; done
 	$(BIN)/python -m pytest -q plugins/tests
 
+page-test: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m browser tests/serving/test_page.py
+
 bench: $(VENV)/.dev
 	$(BIN)/python -m clover_trt.bench.cpu --out out/bench
 	$(BIN)/python -m clover_trt.bench.decode --out out/bench
+	$(BIN)/python -m clover_trt.bench.serve_cost --out out/bench
 
 $(ENGINE)/manifest.json: $(VENV)/.build clover_trt/assets/clover_tiny/model.safetensors
 	$(BIN)/clover-trt build --gpu cpu --checkpoint clover-tiny --out $(ENGINE)

@@ -1,6 +1,6 @@
 """Many streams on a running server, cancellations and bad requests among them: every answer right, memory flat, nobody hangs.
 
-clover-trt serve --engine build/engines/tiny --max-queue 64 &
+clover-trt serve --engine build/engines/tiny --max-queue 128 &
 python tools/serve_soak.py --engine build/engines/tiny --url localhost:8001 --minutes 10
 """
 
@@ -49,7 +49,7 @@ async def one(client: AsyncClient, rng: random.Random, prompts: list[str], expec
         elif draw < 0.3:
             stream = client.stream(**asked, ignore_eos=True, threshold=1.0)
             for _ in range(rng.randint(0, 3)):
-                await anext(stream)
+                await anext(stream, None)
             await stream.aclose()  # type: ignore[attr-defined]
             counts["cancelled"] += 1
         elif draw < 0.65:
@@ -109,7 +109,7 @@ def main(
                 await asyncio.sleep(2)
 
         async def run() -> None:
-            async with AsyncClient(url, retries=0) as client:
+            async with AsyncClient(url) as client:
                 await asyncio.gather(watch(), *(client_loop(client) for _ in range(streams)))
 
         asyncio.run(run())

@@ -77,6 +77,11 @@ class Scheduler:
         """Slots in use."""
         return sum(request is not None for request in self._slots)
 
+    @property
+    def running(self) -> list[Request]:
+        """Requests in a slot."""
+        return [request for request in self._slots if request is not None]
+
     def add(self, request: Request, *, deadline: float | None = None) -> None:
         """Queue a request.
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 import time
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -30,16 +32,19 @@ OPTIONS = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 ]
-ERRORS_AS_STATUS = (("triton_grpc_error", "true"),)  # else a stream carries an error's text without its code
+# Seconds for a stream to end after its request was stopped by id. Releases of Triton before 25.03 can crash when a gRPC call is
+# cancelled at the moment it completes (server issues 7368 and 8034), so these clients cancel a call only when nothing else helps.
+ENDING = 5.0
 KINDS = {each.name: each.kind for each in OUTPUTS}
+CODES = frozenset(code.name for code in grpc.StatusCode)
 FIRST_WAIT = 0.1  # seconds before the first retry; doubled for each that follows
 
 
 class ServingError(CloverError):
     """The server refused or lost a request.
 
-    `code` is gRPC's status code by name, as INVALID_ARGUMENT, UNAVAILABLE or DEADLINE_EXCEEDED; UNKNOWN when a stream carried
-    the error, which has text alone.
+    `code` is gRPC's status code by name, as INVALID_ARGUMENT, UNAVAILABLE or DEADLINE_EXCEEDED. An error inside a stream is text
+    alone: the model `clover` begins it with the code, and what Triton itself says there is UNKNOWN.
     """
 
     def __init__(self, message: str, code: str) -> None:
@@ -100,6 +105,10 @@ def request_message(model: str, request_id: str, tensors: dict[str, NDArray[Any]
     return message
 
 
+def _stop_message(model: str, request_id: str) -> Any:
+    return request_message(model, request_id, {"stop": np.array([True])})
+
+
 def _packed(texts: NDArray[Any]) -> bytes:
     return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
 
@@ -142,7 +151,8 @@ def _piece_of(message: Any) -> Piece | None:
         ServingError: the message carries an error.
     """
     if message.error_message:
-        raise ServingError(message.error_message, "UNKNOWN")
+        code, _, text = message.error_message.partition(": ")
+        raise ServingError(text, code) if code in CODES else ServingError(message.error_message, "UNKNOWN")
     return read_piece(message.infer_response) if message.infer_response.outputs else None
 
 
@@ -172,7 +182,8 @@ class _Settings:
         self.url, self.model, self.timeout, self.retries = url, model, timeout, retries
 
     def _message(self, prompt: str | list[int] | None, request_id: str, stream: bool, settings: dict[str, Any]) -> Any:
-        return request_message(self.model, request_id, input_tensors(prompt, {**settings, "stream": stream}))
+        tensors = input_tensors(prompt, {**settings, "stream": stream})
+        return request_message(self.model, request_id or uuid.uuid4().hex, tensors)
 
     def _wait(self, attempt: int, error: ServingError, begun: bool) -> float:
         """Seconds to wait before sending again.
@@ -223,26 +234,45 @@ class Client(_Settings):
 
     def stop(self, request_id: str) -> None:
         """End a running request with what it has."""
-        list(self._pieces(request_message(self.model, request_id, {"stop": np.array([True])})))
+        list(self._pieces(_stop_message(self.model, request_id)))
 
     def _pieces(self, message: Any) -> Iterator[Piece]:
         attempt, begun = 0, False
         while True:
-            call = self._stub.ModelStreamInfer(iter([message]), timeout=self.timeout, metadata=ERRORS_AS_STATUS)
+            call, ended = self._send(message), False
             try:
                 for each in call:
                     piece = _piece_of(each)
                     if piece is not None:
                         begun = True
                         yield piece
+                ended = True
                 return
             except ServingError as error:
                 time.sleep(self._wait(attempt, error, begun))
             except grpc.RpcError as error:
+                ended = True
                 time.sleep(self._wait(attempt, _failure(error), begun))
             finally:
-                call.cancel()
+                if not ended:
+                    self._end(call, message.id)
             attempt += 1
+
+    def _send(self, message: Any, timeout: float | None = None) -> Any:
+        return self._stub.ModelStreamInfer(iter([message]), timeout=timeout or self.timeout)
+
+    def _end(self, call: Any, request_id: str) -> None:
+        """End a stream that nobody reads on: by its id, and by cancelling it only when that does not help (see `ENDING`)."""
+        late = threading.Timer(ENDING, call.cancel)
+        late.start()
+        try:
+            for each in (self._send(_stop_message(self.model, request_id), ENDING), call):
+                for _ in each:
+                    pass
+        except grpc.RpcError:
+            call.cancel()
+        finally:
+            late.cancel()
 
 
 class AsyncClient(_Settings):
@@ -274,21 +304,40 @@ class AsyncClient(_Settings):
     async def _pieces(self, message: Any) -> AsyncIterator[Piece]:
         attempt, begun = 0, False
         while True:
-            call = self._stub.ModelStreamInfer(_once(message), timeout=self.timeout, metadata=ERRORS_AS_STATUS)
+            call, ended = self._send(message), False
             try:
                 async for each in call:
                     piece = _piece_of(each)
                     if piece is not None:
                         begun = True
                         yield piece
+                ended = True
                 return
             except ServingError as error:
                 await asyncio.sleep(self._wait(attempt, error, begun))
             except grpc.RpcError as error:
+                ended = True
                 await asyncio.sleep(self._wait(attempt, _failure(error), begun))
             finally:
-                call.cancel()
+                if not ended:
+                    await asyncio.shield(self._end(call, message.id))
             attempt += 1
+
+    def _send(self, message: Any, timeout: float | None = None) -> Any:
+        return self._stub.ModelStreamInfer(_once(message), timeout=timeout or self.timeout)
+
+    async def _end(self, call: Any, request_id: str) -> None:
+        """As `Client._end`."""
+
+        async def drain() -> None:
+            for each in (self._send(_stop_message(self.model, request_id), ENDING), call):
+                async for _ in each:
+                    pass
+
+        try:
+            await asyncio.wait_for(drain(), ENDING)
+        except (grpc.RpcError, TimeoutError, asyncio.CancelledError):
+            call.cancel()
 
 
 async def _once(message: Any) -> AsyncIterator[Any]:

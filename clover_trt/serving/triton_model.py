@@ -20,6 +20,7 @@ from clover_trt.serving.responses import ResponseMaker, Tensors, tensor
 from clover_trt.serving.worker import Job, ServerStoppingError, Worker
 
 DRAIN_POLL = 0.2  # seconds
+GRPC_NAMES = {"INVALID_ARG": "INVALID_ARGUMENT"}  # where Triton's differ
 
 
 class CloverModel:
@@ -162,7 +163,8 @@ class CloverModel:
         self._fail(sender, message, code)
 
     def _fail(self, sender: Any, message: str, code: str) -> None:
-        error = self.pb.TritonError(message, getattr(self.pb.TritonError, code))
+        # Clients of a stream see the text alone, so it begins with gRPC's name of the code.
+        error = self.pb.TritonError(f"{GRPC_NAMES.get(code, code)}: {message}", getattr(self.pb.TritonError, code))
         sender.send(self.pb.InferenceResponse(error=error), flags=self.pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 

@@ -15,6 +15,7 @@ from clover_trt.runtime.request import PassEvent, Request
 from clover_trt.runtime.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+WAITING_POLL = 0.2  # seconds
 
 
 class ServerStoppingError(EngineError):
@@ -59,6 +60,7 @@ class Worker:
         self._canaries: list[tuple[int, Callable[[], None]]] = []
         self._open = 0
         self._stopping = self._draining = False
+        self._ask_all_at = 0.0
         self._wake = threading.Condition()
         self._scheduler = self._new_scheduler()
         self._thread = threading.Thread(target=self._run, name="clover-worker", daemon=True)
@@ -138,7 +140,7 @@ class Worker:
             for job in fresh:
                 self._jobs[job.request] = job
                 self._scheduler.add(job.request, deadline=job.deadline)
-            for job in list(self._jobs.values()):
+            for job in list(self._jobs.values()) if stopping else self._due_to_ask():
                 if stopping or job.is_cancelled():
                     self._scheduler.cancel(job.request)
             try:
@@ -155,6 +157,15 @@ class Worker:
                 self._observer.passed(self)
             if stopping and not self._jobs:
                 return
+
+    def _due_to_ask(self) -> list[Job]:
+        """Jobs whose clients are asked whether they are still there: each costs a message to the server's process, so those that
+        run are asked in every pass and those that wait a few times a second."""
+        now = time.monotonic()
+        if now >= self._ask_all_at:
+            self._ask_all_at = now + WAITING_POLL
+            return list(self._jobs.values())
+        return [self._jobs[request] for request in self._scheduler.running if request in self._jobs]
 
     def _deliver(self, event: PassEvent) -> None:
         job = self._jobs[event.request]

@@ -259,3 +259,18 @@ def config_io(rank_one: bool = True) -> str:
             lines.append(f'input [ {{ name: "{name}" data_type: TYPE_{each.kind} dims: [ {dims} ] optional: true }} ]')
     lines += [f'output [ {{ name: "{each.name}" data_type: TYPE_{each.kind} dims: [ -1 ] }} ]' for each in OUTPUTS]
     return "\n".join(lines) + "\n"
+
+
+def markdown() -> str:
+    """The tables of docs/serving.md."""
+    lines = ["| input | type | meaning |", "| --- | --- | --- |"]
+    for each in INPUTS:
+        names = ", ".join(f"`{name}`" for name in (each.name, *each.aliases))
+        lines.append(f"| {names} | {each.kind}{' [n]' if each.many else ''} | {each.text} |")
+    lines += ["", "| output | type | meaning |", "| --- | --- | --- |"]
+    lines += [f"| `{each.name}` | {each.kind} | {each.text} |" for each in OUTPUTS]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(markdown())

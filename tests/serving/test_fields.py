@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from clover_trt.config import GenerationConfig
 from clover_trt.errors import ConfigError, RequestError
-from clover_trt.serving.fields import BY_NAME, INPUTS, NUMPY, OUTPUTS, config_io, parse
+from clover_trt.serving.fields import BY_NAME, INPUTS, NUMPY, OUTPUTS, config_io, markdown, parse
 from clover_trt.serving.options import ServeOptions
 from clover_trt.serving.repository import MODELS, render_repository, repository_source
 
@@ -106,6 +106,11 @@ def test_any_tensors_are_taken_or_refused_with_a_reason(tensors: dict[str, np.nd
     except RequestError:
         return
     assert asked.stop or asked.canary or sum(x is not None for x in (asked.text, asked.messages, asked.ids)) == 1
+
+
+def test_the_documentation_has_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    assert markdown() in page, "python -m clover_trt.serving.fields prints the tables"
 
 
 def test_every_type_of_the_table_has_a_dtype() -> None:

@@ -64,3 +64,13 @@ def write_checkpoint(folder: Path, state: dict[str, Tensor], config: ModelConfig
     (folder / "generation_config.json").write_text(json.dumps({"block_size": config.block_size, "eos_token_id": [5]}))
     (folder / "LICENSE").write_text("a licence")
     return folder
+
+
+class AbsentTensorRT:
+    """TensorRT, as far as a build asks it before it writes a plan."""
+
+    backend, version, builds_anywhere = "tensorrt", "10.14.1", False
+
+    def check_target(self, wanted: str | None) -> None:
+        """Whatever GPU is asked for is here."""
+        assert wanted in ("9.0", "10.3")

@@ -15,7 +15,7 @@ from clover_trt.engine.build import build, resume
 from clover_trt.engine.package import open_package, sha256_of
 from clover_trt.engine.plugins import EXPECTED, LIBRARY, build_library, open_library
 from clover_trt.errors import EngineError
-from tests.small import SMALL, random_state, write_checkpoint
+from tests.small import SMALL, AbsentTensorRT, random_state, write_checkpoint
 
 FITTING = SMALL.model_copy(update={"hidden_size": 128, "linear_key_head_dim": 16, "moe_intermediate_size": 128})
 
@@ -23,15 +23,6 @@ FITTING = SMALL.model_copy(update={"hidden_size": 128, "linear_key_head_dim": 16
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint(write_checkpoint(tmp_path_factory.mktemp("fitting") / "checkpoint", random_state(FITTING), FITTING))
-
-
-class Library:
-    """TensorRT as a build sees it before it writes the plan."""
-
-    backend, version, builds_anywhere = "tensorrt", "10.14.1", False
-
-    def check_target(self, wanted: str | None) -> None:
-        pass
 
 
 def finish(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -45,7 +36,7 @@ def finish(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             path.unlink()
         return {"tensorrt": "10.14.1"}
 
-    monkeypatch.setattr(build_module, "find_library", lambda backend: Library())
+    monkeypatch.setattr(build_module, "find_library", lambda backend: AbsentTensorRT())
     monkeypatch.setattr(build_tensorrt, "write_plan", write_plan)
     resume(bundle)
     return seen

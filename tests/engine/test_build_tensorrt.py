@@ -34,7 +34,7 @@ from clover_trt.graph.contract import (
 )
 from clover_trt.graph.tensorrt import check_operators
 from tests.engine.conftest import NO_COMPILER
-from tests.small import SMALL, random_state, write_checkpoint
+from tests.small import SMALL, AbsentTensorRT, random_state, write_checkpoint
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -231,18 +231,9 @@ def test_a_bundle_with_functions_is_finished_where_the_library_is(
         resume(target)
 
 
-class Library:
-    """TensorRT, as far as a build asks before it compiles plugins."""
-
-    backend, version, builds_anywhere = "tensorrt", "10.14.1", False
-
-    def check_target(self, wanted: str | None) -> None:
-        assert wanted == "10.3"
-
-
 def test_a_failed_resume_leaves_the_bundle(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bundle was made without a compiler, and the machine that is to finish it has none either."""
-    monkeypatch.setattr(build_module, "find_library", lambda backend: Library())
+    monkeypatch.setattr(build_module, "find_library", lambda backend: AbsentTensorRT())
     with pytest.raises(EngineError, match=NO_COMPILER):
         resume(bundle)
     open_package(bundle, unfinished=True)

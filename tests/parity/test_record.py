@@ -22,7 +22,7 @@ from clover_trt.model.load import load_model
 from clover_trt.parity.record import BOUNDS, ParityGate, compare_with_record, write_record
 from clover_trt.parity.torch_session import TorchSession
 from clover_trt.runtime.session import Snapshot
-from tests.small import SMALL
+from tests.small import SMALL, AbsentTensorRT
 
 
 @pytest.fixture(scope="module")
@@ -140,17 +140,11 @@ def test_a_plan_finished_elsewhere_is_checked_against_the_bundles_record(
             seen.append(folder)
             raise EngineError("differs")
 
-    class Library:
-        backend, version, builds_anywhere = "tensorrt", "10.14.1", False
-
-        def check_target(self, wanted: str | None) -> None:
-            pass
-
     def write_plan(work: Path, *_: object) -> dict[str, str]:
         (work / "rank0.engine").write_bytes(b"a plan")
         return {"tensorrt": "10.14.1"}
 
-    monkeypatch.setattr(build_module, "find_library", lambda backend: Library())
+    monkeypatch.setattr(build_module, "find_library", lambda backend: AbsentTensorRT())
     monkeypatch.setattr(build_module, "local_compute_capabilities", lambda: ["9.0"])
     monkeypatch.setattr(build_module.build_tensorrt, "write_plan", write_plan)
     with pytest.raises(EngineError, match="differs"):

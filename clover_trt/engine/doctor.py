@@ -10,6 +10,8 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
+from clover_trt.engine.plugins import find_nvcc
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -52,6 +54,19 @@ def _gpu() -> Finding:
     return Finding("GPU", True, "; ".join(lines)) if done.returncode == 0 and lines else Finding("GPU", False, "no GPU", step)
 
 
+def _nvcc() -> Finding:
+    path = find_nvcc()
+    step = "install the CUDA toolkit, or pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl"
+    return _program("nvcc", "nvcc" if path is None else str(path), "--version", step)
+
+
+def _triton() -> Finding:
+    part, step = "Triton Inference Server", "use NVIDIA's Triton container, or pip install 'clover-trt[serve]'"
+    if shutil.which("tritonserver") is None:
+        return _package(part, "nvidia-pytriton", step)
+    return _program(part, "tritonserver", "--version", step)
+
+
 def examine() -> list[Finding]:
     """Look for every part; nothing is changed and nothing is loaded."""
     cores = len(os.sched_getaffinity(0))
@@ -63,17 +78,7 @@ def examine() -> list[Finding]:
         _gpu(),
         _package("TensorRT", "tensorrt", "use NVIDIA's TensorRT container, or install TensorRT 10.14 or later"),
         _package("TensorRT-RTX", "tensorrt-rtx-cu13-bindings", "pip install 'clover-trt[tensorrt-rtx]'"),
-        _program(
-            "nvcc",
-            "nvcc",
-            "--version",
-            "install the CUDA toolkit, or pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl",
-        ),
-        _program(
-            "Triton Inference Server",
-            "tritonserver",
-            "--version",
-            "use NVIDIA's Triton container, or pip install --no-deps nvidia-pytriton",
-        ),
+        _nvcc(),
+        _triton(),
         _package("Triton client", "tritonclient", "pip install 'clover-trt[serve]'"),
     ]

@@ -269,7 +269,7 @@ class Client(_Settings):
             for each in (self._send(_stop_message(self.model, request_id), ENDING), call):
                 for _ in each:
                     pass
-        except grpc.RpcError:
+        except (grpc.RpcError, ValueError):  # ValueError: the connection was closed, and the call with it
             call.cancel()
         finally:
             late.cancel()
@@ -336,7 +336,7 @@ class AsyncClient(_Settings):
 
         try:
             await asyncio.wait_for(drain(), ENDING)
-        except (grpc.RpcError, TimeoutError, asyncio.CancelledError):
+        except (grpc.RpcError, grpc.aio.UsageError, TimeoutError, asyncio.CancelledError):
             call.cancel()
 
 

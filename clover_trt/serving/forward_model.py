@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from clover_trt.serving.fields import OUTPUTS
+
 POLL = 0.05  # seconds between looks at whether a client is gone
 
 
@@ -23,16 +25,14 @@ class Forwarder:
     pb: Any
 
     def inner(self, request: Any, stream: bool | None) -> Any:
-        """The request to `clover`, with an id of its own by which it can be stopped."""
+        """The request to `clover`, with an id by which it can be stopped: the client's, or one of its own."""
         inputs = [self.pb.Tensor(each.name(), each.as_numpy().reshape(-1)) for each in request.inputs()]
         if stream is not None:
             inputs = [each for each in inputs if each.name() not in ("stream", "streaming")]
             inputs.append(self.pb.Tensor("stream", np.array([stream])))
-        return self._request(uuid.uuid4().hex, inputs)
+        return self._request(request.request_id() or uuid.uuid4().hex, inputs)
 
     def _request(self, request_id: str, inputs: list[Any]) -> Any:
-        from clover_trt.serving.fields import OUTPUTS
-
         names = [each.name for each in OUTPUTS]
         return self.pb.InferenceRequest(request_id=request_id, model_name="clover", requested_output_names=names, inputs=inputs)
 

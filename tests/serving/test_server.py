@@ -34,12 +34,12 @@ def tensor(name: str, values: list[Any], kind: str, shape: list[int] | None = No
     return given
 
 
-def triton_stream(url: str, model: str, inputs: list[triton.InferInput]) -> list[Any]:
+def triton_stream(url: str, model: str, inputs: list[triton.InferInput], request_id: str = "") -> list[Any]:
     """Responses of NVIDIA's own client."""
     found: queue.Queue[Any] = queue.Queue()
     with triton.InferenceServerClient(url) as client:
         client.start_stream(lambda result, error: found.put(error or result))
-        client.async_stream_infer(model, inputs, enable_empty_final_response=True)
+        client.async_stream_infer(model, inputs, request_id=request_id, enable_empty_final_response=True)
         responses = []
         while True:
             each = found.get(timeout=30)
@@ -181,6 +181,20 @@ def test_a_request_is_stopped_by_its_id(served: Served) -> None:
         assert 0 < last.output_tokens < 256
         with pytest.raises(ServingError, match="expected the request id"):
             client.stop("")
+
+
+def test_clients_of_tensorrt_llm_stop_a_request_by_its_id(served: Served) -> None:
+    one = [1, 1]
+    endless = [tensor("messages", [json.dumps(REVERSE).encode()], "BYTES", one), tensor("max_tokens", [256], "INT32", one)]
+    endless += [tensor("ignore_eos", [True], "BOOL", one), tensor("threshold", [1.0], "FP32", one)]
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend(triton_stream(served.grpc, "tensorrt_llm", endless, "theirs")))
+    thread.start()
+    wait(lambda: served.metric("clover_open_requests") > 0, 10)
+    triton_stream(served.grpc, "tensorrt_llm", [tensor("stop", [True], "BOOL", one)], "theirs")
+    thread.join(20)
+    assert found[-1].as_numpy("finish_reason").reshape(-1)[0] == b"cancelled"
+    assert found[-1].as_numpy("output_tokens").reshape(-1)[0] < 256
 
 
 def test_deadlines_end_a_request_with_what_it_has(served: Served) -> None:

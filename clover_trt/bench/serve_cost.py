@@ -40,12 +40,12 @@ def prompts(count: int, seed: int) -> list[list[int]]:
     return [rng.integers(1, 500, PROMPT).tolist() for _ in range(count)]
 
 
-def in_process(generator: Generator, asked: list[list[int]]) -> tuple[float, float]:
-    """Tokens a second of all requests, and seconds to the first block of the first."""
+def in_process(generator: Generator, asked: list[list[int]]) -> float:
+    """Tokens a second of all requests without a server."""
     began = time.perf_counter()
     results = generator.generate([generator.sequence(ids, max_new_tokens=RESPONSE, **SETTINGS) for ids in asked])
     tokens = sum(len(result.token_ids) for result in results)
-    return tokens / (time.perf_counter() - began), results[0].seconds_to_first_block
+    return tokens / (time.perf_counter() - began)
 
 
 def through_server(url: str, asked: list[list[int]]) -> float:
@@ -78,12 +78,12 @@ def first_block_in_process(generator: Generator, ids: list[int]) -> float:
     raise AssertionError("an answer has a first block")
 
 
-def free_ports() -> dict[str, int]:
-    """Four ports that nobody listens at."""
-    names, sockets = ("http_port", "grpc_port", "metrics_port", "health_port"), [socket.socket() for _ in range(4)]
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback that nobody listens at."""
+    sockets = [socket.socket() for _ in range(count)]
     for each in sockets:
         each.bind(("127.0.0.1", 0))
-    ports = {name: each.getsockname()[1] for name, each in zip(names, sockets, strict=True)}
+    ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
         each.close()
     return ports
@@ -101,9 +101,9 @@ def main(
         shutil.copy(str(files("clover_trt.assets") / "clover_tiny" / "tokenizer.json"), checkpoint)
         build(Checkpoint(checkpoint), engine, max_seq_len=1024, progress=status.update)
         generator = Generator(str(engine), slots=IN_FLIGHT, threads=threads)
-        options = ServeOptions.read(
-            None, {"engine": engine, "slots": IN_FLIGHT, "threads": threads, "prefix_cache_mb": 0, **free_ports()}
-        )
+        ports = dict(zip(("http_port", "grpc_port", "metrics_port", "health_port"), free_ports(4), strict=True))
+        given = {"engine": engine, "slots": IN_FLIGHT, "threads": threads, "prefix_cache_mb": 0}
+        options = ServeOptions.read(None, {**given, **ports})
         supervisor = Supervisor(options, status.update)
         thread = threading.Thread(target=supervisor.run)
         thread.start()
@@ -117,7 +117,7 @@ def main(
                 for number in range(-1, rounds):  # the first warms up
                     status.update(f"round {number + 1}/{rounds}")
                     asked = prompts(2 * IN_FLIGHT, number + 1)
-                    alone, _ = in_process(generator, asked)
+                    alone = in_process(generator, asked)
                     served = through_server(url, asked)
                     singles = prompts(4, 1000 + number)
                     pairs = [(first_block(client, ids), first_block_in_process(generator, ids)) for ids in singles]

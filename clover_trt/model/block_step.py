@@ -148,16 +148,17 @@ class CloverModel(nn.Module):
 
 def new_caches(config: ModelConfig, rows: int, max_len: int, dtype: torch.dtype = torch.float32) -> list[LayerCache]:
     """Empty caches for `rows` slots of up to `max_len` tokens; the recurrent memory is float32 in any dtype."""
-    caches: list[LayerCache] = []
-    for kind in config.layer_types:
-        if kind == "full_attention":
-            shape = (rows, config.num_key_value_heads, max_len, config.head_dim)
-            caches.append(AttentionCache(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)))
-        else:
-            conv = torch.zeros(rows, config.conv_dim, config.linear_conv_kernel_dim - 1, dtype=dtype)
-            memory = (rows, config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
-            caches.append(GdnCache(conv, torch.zeros(memory)))
-    return caches
+    return [new_cache(config, index, rows, max_len, dtype) for index in range(config.num_hidden_layers)]
+
+
+def new_cache(config: ModelConfig, index: int, rows: int, max_len: int, dtype: torch.dtype) -> LayerCache:
+    """The empty cache of one layer, as `new_caches` has it."""
+    if config.layer_types[index] == "full_attention":
+        shape = (rows, config.num_key_value_heads, max_len, config.head_dim)
+        return AttentionCache(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+    conv = torch.zeros(rows, config.conv_dim, config.linear_conv_kernel_dim - 1, dtype=dtype)
+    memory = (rows, config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
+    return GdnCache(conv, torch.zeros(memory))
 
 
 def no_controls(rows: int, positions: int) -> Controls:

@@ -29,7 +29,7 @@ from clover_trt.config import BuildConfig
 from clover_trt.engine.package import RECORD, EnginePackage, open_package
 from clover_trt.errors import EngineError
 from clover_trt.graph.contract import cache_names
-from clover_trt.model.block_step import new_caches
+from clover_trt.model.block_step import new_cache
 from clover_trt.model.head import confidence_head, vocabulary_mask
 from clover_trt.model.lengths import Lengths
 from clover_trt.model.load import compute_dtype, empty_model
@@ -38,7 +38,7 @@ from clover_trt.model.rotary import rotary_angles
 from clover_trt.parity.compare import Check, mixed_steps, relative_error
 from clover_trt.parity.torch_session import control_tensors
 from clover_trt.runtime.generate import open_session
-from clover_trt.runtime.session import Session, StepInput, StepOutput, is_row_cache
+from clover_trt.runtime.session import Session, Snapshot, StepInput, StepOutput, is_row_cache
 
 ROWS, CANDIDATES = 3, 8
 # Limits of relative errors, see docs/numerics.md: of an engine in float32; of others a multiple of what rounding alone does,
@@ -115,12 +115,11 @@ class _Weights:
     def read(self, module: torch.nn.Module, prefix: str, dtype: torch.dtype) -> None:
         """Give a module of the empty model its weights, those of experts aside."""
         names = [prefix + name for name, _ in module.named_parameters() if ".experts." not in name]
-        state = {}
-        for name, tensor in self.checkpoint.tensors(names):
-            if self.quantized and fp8.is_quantized(name):
-                tensor = fp8.dequantize(*self.checkpoint.load_quantized(name))
-            state[name.removeprefix(prefix)] = tensor.to(compute_dtype(name, dtype))
-        module.load_state_dict(state, assign=True, strict=False)
+        rounded = [name for name in names if self.quantized and fp8.is_quantized(name)]
+        state = dict(self.checkpoint.tensors(name for name in names if name not in rounded))
+        state |= {name: fp8.dequantize(*self.checkpoint.load_quantized(name)) for name in rounded}
+        converted = {name.removeprefix(prefix): tensor.to(compute_dtype(name, dtype)) for name, tensor in state.items()}
+        module.load_state_dict(converted, assign=True, strict=False)
         module.requires_grad_(False)
 
     def experts(self, name: str) -> Iterator[Tensor]:
@@ -166,7 +165,7 @@ class _Run:
         config = self.config
         self.weights.read(layer, f"model.layers.{number}.", self.dtype)
         inputs = []
-        cache = new_caches(config, ROWS, int(self.prefix.max()) + 2 * config.block_size, self.dtype)[number]
+        cache = new_cache(config, number, ROWS, int(self.prefix.max()) + 2 * config.block_size, self.dtype)
         for s, (step, rows) in enumerate(zip(self.steps, self.lengths, strict=True)):
             positions = rows.prefix_len[:, None].long() + torch.arange(self.states[s].shape[1])
             self.states[s], cache = layer.mix(self.states[s], cache, rows, rotary_angles(positions, config))
@@ -255,10 +254,12 @@ def compare_with_record(package: EnginePackage, session: Session | None = None) 
         key = f"step.{s}.logprobs"
         error = _error(found, record[key][: session.slots])
         checks.append(Check(f"log-probabilities of step {s + 1}", error, _limit(package, record, [key])))
+    snapshots = [session.save(row, 0) for row in range(session.slots)]
     for layer, names in enumerate(cache_names(package.model)):
         for name in names:
             keys = [f"row.{row}.{name}" for row in range(session.slots)]
-            error = max(_error(_cache(session, row, name, record[key]), record[key]) for row, key in enumerate(keys))
+            pairs = zip(snapshots, (record[key] for key in keys), strict=True)
+            error = max(_error(_cache(snapshot, name, expected), expected) for snapshot, expected in pairs)
             kind = name.split(".")[0].replace("_", " ")
             checks.append(Check(f"layer {layer}, {kind}", error, _limit(package, record, keys)))
     return checks
@@ -281,9 +282,8 @@ def _error(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
     return relative_error(found, expected) if np.isfinite(found).all() else float("inf")
 
 
-def _cache(session: Session, row: int, name: str, expected: NDArray[np.float32]) -> NDArray[np.float32]:
+def _cache(snapshot: Snapshot, name: str, expected: NDArray[np.float32]) -> NDArray[np.float32]:
     """What a slot holds in a cache, in float32; the bytes of a GPU's cache are bfloat16 when they are two a value."""
-    snapshot = session.save(row, 0)
     data = np.ascontiguousarray((snapshot.rows if is_row_cache(name) else snapshot.states)[name]).reshape(-1).view(np.uint8)
     if data.nbytes == 2 * expected.size:
         wide = np.zeros((expected.size, 2), np.uint16)

@@ -27,7 +27,7 @@ class TokenBans:
     @property
     def ordered(self) -> bool:
         """Whether what is banned depends on the tokens before, so that a block must fill from left to right."""
-        return self._longest >= 0 and bool(self._size or self._words)
+        return bool(self._size or self._words)
 
     def _before(self, count: int) -> tuple[int, ...]:
         return self._tail[len(self._tail) - count :]
@@ -38,7 +38,7 @@ class TokenBans:
         if self._size and len(self._tail) >= self._size - 1:
             found |= self._followers.get(self._before(self._size - 1), set())
         for word in self._words:
-            if self._tail[len(self._tail) - len(word) + 1 :] == word[:-1] and len(self._tail) >= len(word) - 1:
+            if len(self._tail) >= len(word) - 1 and self._before(len(word) - 1) == word[:-1]:
                 found.add(word[-1])
         return found
 

@@ -72,9 +72,7 @@ class CausalSequence(Sequence):
             positions = at + 1 + np.arange(count, dtype=np.int64)
         else:  # the next token, then the block that begins at the same position
             positions = at + np.maximum(np.arange(count, dtype=np.int64) - 1, 0)
-        controls = self.controls.row(positions)
-        everywhere, next_only = self._bans.always, self._bans.banned() - self._bans.always
-        return controls.banning(everywhere, slice(None), count).banning(next_only, 0, count)
+        return self.controls.row(positions).under(self._bans, count)
 
     def apply(self, ids: Ints, logprobs: Floats) -> list[Filled]:
         """Take the candidates of the planned step; the tokens that it settles become part of the response.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from clover_trt.config import GenerationConfig
+from clover_trt.runtime.bans import TokenBans
 from clover_trt.runtime.session import ControlInput, Floats, Ints
 
 BANNED = np.float32(-1e9)  # added to a logit
@@ -31,8 +32,12 @@ class RowControls:
     history_counts: Floats  # `[R]`
     biases: dict[int, Floats]  # token id to `[L]` values
 
-    def banning(self, tokens: Iterable[int], index: int | slice, positions: int) -> RowControls:
-        """The same, with `tokens` ruled out at one or some of the `positions`."""
+    def under(self, bans: TokenBans, positions: int) -> RowControls:
+        """The same, with what is banned ruled out: some tokens at all of the `positions`, others at the first, the next token."""
+        always, banned = bans.always, bans.banned()
+        return self._without(always, slice(None), positions)._without(banned - always, 0, positions)
+
+    def _without(self, tokens: Iterable[int], index: int | slice, positions: int) -> RowControls:
         biases = dict(self.biases)
         for token in tokens:
             values = biases.get(token, np.zeros(positions, np.float32)).copy()

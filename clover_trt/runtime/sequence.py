@@ -207,9 +207,7 @@ class Sequence:
     def row_controls(self) -> RowControls:
         """Logit controls for the unresolved positions of the current block."""
         unresolved = self._unresolved()
-        controls = self.controls.row(unresolved + self.block_start)
-        everywhere, next_only = self._bans.always, self._bans.banned() - self._bans.always
-        return controls.banning(everywhere, slice(None), len(unresolved)).banning(next_only, 0, len(unresolved))
+        return self.controls.row(unresolved + self.block_start).under(self._bans, len(unresolved))
 
     def _unresolved(self) -> Ints:
         """Positions of the current block that are still to be filled."""

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from clover_trt.errors import CloverError, RequestError
-from clover_trt.serving.fields import BY_NAME, NUMPY, OUTPUTS
+from clover_trt.serving.fields import BY_NAME, NUMPY, OUTPUT_KINDS
 
 OPTIONS = [
     ("grpc.max_send_message_length", -1),
@@ -35,7 +35,6 @@ OPTIONS = [
 # Seconds for a stream to end after its request was stopped by id. Releases of Triton before 25.03 can crash when a gRPC call is
 # cancelled at the moment it completes (server issues 7368 and 8034), so these clients cancel a call only when nothing else helps.
 ENDING = 5.0
-KINDS = {each.name: each.kind for each in OUTPUTS}
 CODES = frozenset(code.name for code in grpc.StatusCode)
 FIRST_WAIT = 0.1  # seconds before the first retry; doubled for each that follows
 
@@ -117,7 +116,7 @@ def read_piece(response: Any) -> Piece:
     """A response's message as a piece."""
     found: dict[str, list[Any]] = {}
     for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
-        kind = KINDS[tensor.name]
+        kind = OUTPUT_KINDS[tensor.name]
         found[tensor.name] = _unpacked(raw) if kind == "STRING" else np.frombuffer(raw, NUMPY[kind]).tolist()
     piece = Piece(text=_one(found, "text_output", ""), token_ids=found.get("token_ids", []))
     for name in ("tool_calls", "log_probs"):

@@ -41,28 +41,27 @@ class DeployOptions(Frozen):
 def manifests(options: DeployOptions) -> dict[str, Manifest]:
     """Deployment, Service, HorizontalPodAutoscaler, PodDisruptionBudget and PodMonitor by file name."""
     o = options
-    labels = {"app.kubernetes.io/name": o.name, "app.kubernetes.io/part-of": "clover-trt"}
     match = {"matchLabels": {"app.kubernetes.io/name": o.name}}
     rolling = {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
-    pod = {"metadata": {"labels": labels}, "spec": _pod(o, [_server(o), _front(o)])}
+    pod = {"metadata": {"labels": _labels(o)}, "spec": _pod(o, [_server(o), _front(o)])}
     scale_to = {"apiVersion": "apps/v1", "kind": "Deployment", "name": o.name}
     queue = {"metric": {"name": "clover_queue_length"}, "target": {"type": "AverageValue", "averageValue": str(o.queue_target)}}
     replicas = {"replicas": o.min_replicas, "selector": match, "strategy": rolling, "template": pod}
     slow = {"scaleDown": {"stabilizationWindowSeconds": 600}}
     service_ports = [{"name": name, "port": PORTS[name], "targetPort": name} for name in ("http", "grpc", "metrics", "openai")]
     return {
-        "deployment.yaml": _object("apps/v1", "Deployment", o, labels, replicas),
-        "service.yaml": _object("v1", "Service", o, labels, {"selector": match["matchLabels"], "ports": service_ports}),
+        "deployment.yaml": _object("apps/v1", "Deployment", o, replicas),
+        "service.yaml": _object("v1", "Service", o, {"selector": match["matchLabels"], "ports": service_ports}),
         "autoscaler.yaml": _object(
-            "autoscaling/v2", "HorizontalPodAutoscaler", o, labels,
+            "autoscaling/v2", "HorizontalPodAutoscaler", o,
             {
                 "scaleTargetRef": scale_to, "minReplicas": o.min_replicas, "maxReplicas": o.max_replicas,
                 "metrics": [{"type": "Pods", "pods": queue}], "behavior": slow,
             },
         ),
-        "disruption.yaml": _object("policy/v1", "PodDisruptionBudget", o, labels, {"maxUnavailable": 1, "selector": match}),
+        "disruption.yaml": _object("policy/v1", "PodDisruptionBudget", o, {"maxUnavailable": 1, "selector": match}),
         "podmonitor.yaml": _object(
-            "monitoring.coreos.com/v1", "PodMonitor", o, labels,
+            "monitoring.coreos.com/v1", "PodMonitor", o,
             {"selector": match, "podMetricsEndpoints": [{"port": "metrics", "interval": "10s"}]},
         ),
     }  # fmt: skip
@@ -71,10 +70,9 @@ def manifests(options: DeployOptions) -> dict[str, Manifest]:
 def kserve_manifests(options: DeployOptions) -> dict[str, Manifest]:
     """An InferenceService of KServe in its plain deployment mode, with the same containers, and the PodMonitor."""
     o = options
-    labels = {"app.kubernetes.io/name": o.name, "app.kubernetes.io/part-of": "clover-trt"}
     server = {**_server(o), "name": "kserve-container"}
     predictor = {**_pod(o, [server, _front(o)]), "minReplicas": o.min_replicas, "maxReplicas": o.max_replicas}
-    service = _object("serving.kserve.io/v1beta1", "InferenceService", o, labels, {"predictor": predictor})
+    service = _object("serving.kserve.io/v1beta1", "InferenceService", o, {"predictor": predictor})
     service["metadata"]["annotations"] = {"serving.kserve.io/deploymentMode": "RawDeployment"}
     monitor = manifests(o)["podmonitor.yaml"]
     monitor["spec"]["selector"] = {"matchLabels": {"serving.kserve.io/inferenceservice": o.name}}
@@ -98,8 +96,12 @@ def write_manifests(folder: Path, options: DeployOptions, *, kserve: bool = Fals
     return written
 
 
-def _object(version: str, kind: str, o: DeployOptions, labels: dict[str, str], spec: Manifest) -> Manifest:
-    metadata = {"name": o.name, "namespace": o.namespace, "labels": dict(labels)}
+def _labels(o: DeployOptions) -> dict[str, str]:
+    return {"app.kubernetes.io/name": o.name, "app.kubernetes.io/part-of": "clover-trt"}
+
+
+def _object(version: str, kind: str, o: DeployOptions, spec: Manifest) -> Manifest:
+    metadata = {"name": o.name, "namespace": o.namespace, "labels": _labels(o)}
     return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
 
 

@@ -97,6 +97,7 @@ OUTPUTS = (
     Output("time_to_first_block", "FP32", "seconds from arrival to the first finished block; 0 before"),
     Output("pass_event", "STRING", "with show_passes: JSON with forward, block_start, block and filled"),
 )
+OUTPUT_KINDS = {each.name: each.kind for each in OUTPUTS}
 BY_NAME = {name: each for each in INPUTS for name in (each.name, *each.aliases)}
 
 

@@ -88,7 +88,8 @@ def create_app(options: FrontOptions) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        return Response("ok\n" if await front.healthy() else "no answer from the model\n", 200 if front.last_healthy else 503)
+        healthy = await front.healthy()
+        return Response("ok\n" if healthy else "no answer from the model\n", 200 if healthy else 503)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -112,7 +113,7 @@ class _Front:
     """The handlers."""
 
     def __init__(self, options: FrontOptions) -> None:
-        self.options, self.began, self.last_healthy = options, int(time.time()), False
+        self.options, self.began = options, int(time.time())
         self._client: AsyncClient | None = None
 
     @property
@@ -131,10 +132,9 @@ class _Front:
         """Whether a canary comes back."""
         try:
             await asyncio.wait_for(self.client.generate(canary=True), 8.0)
-            self.last_healthy = True
         except (ServingError, TimeoutError):
-            self.last_healthy = False
-        return self.last_healthy
+            return False
+        return True
 
     def _check_model(self, name: str) -> None:
         if name not in ("", self.options.model_name):
@@ -164,13 +164,11 @@ class _Front:
 
         async def events() -> AsyncIterator[str]:
             try:
-                for chunk in reply.chunks(first, is_first=True):
-                    yield _event(chunk)
+                yield _event(reply.chunk(first, is_first=True))
                 last = first
                 async for piece in pieces:
                     last = piece
-                    for chunk in reply.chunks(piece):
-                        yield _event(chunk)
+                    yield _event(reply.chunk(piece))
                 if reply.wants_usage:
                     yield _event({**reply.head(), "choices": [], "usage": usage([last])})
                 yield "data: [DONE]\n\n"

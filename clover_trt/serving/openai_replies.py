@@ -41,8 +41,8 @@ class Reply:
         """What every chunk begins with."""
         return {"id": self.id, "object": self.kind, "created": self.created, "model": self.model}
 
-    def chunks(self, piece: Piece, is_first: bool = False) -> list[dict[str, Any]]:
-        """Chunks of a stream for a piece."""
+    def chunk(self, piece: Piece, is_first: bool = False) -> dict[str, Any]:
+        """A stream's chunk for a piece."""
         raise NotImplementedError
 
     def _with_pass(self, chunk: dict[str, Any], piece: Piece) -> dict[str, Any]:
@@ -87,8 +87,8 @@ class ChatReply(Reply):
         }
         return {**self.head(), "choices": [choice], "usage": usage(pieces)}
 
-    def chunks(self, piece: Piece, is_first: bool = False) -> list[dict[str, Any]]:
-        """Chunks of a stream for a piece."""
+    def chunk(self, piece: Piece, is_first: bool = False) -> dict[str, Any]:
+        """A stream's chunk for a piece."""
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if is_first else {}
         if piece.content:
             delta["content"] = piece.content
@@ -99,7 +99,7 @@ class ChatReply(Reply):
             delta["tool_calls"] = calls
         reason = finish_reason(piece.finish_reason, self._calls > 0)
         choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": _logprobs(piece)}
-        return [self._with_pass({**self.head(), "choices": [choice]}, piece)]
+        return self._with_pass({**self.head(), "choices": [choice]}, piece)
 
 
 class TextReply(Reply):
@@ -112,9 +112,9 @@ class TextReply(Reply):
         choices = [self._choice(piece, index) for index, piece in enumerate(pieces)]
         return {**self.head(), "choices": choices, "usage": usage(pieces)}
 
-    def chunks(self, piece: Piece, is_first: bool = False) -> list[dict[str, Any]]:
-        """Chunks of a stream for a piece."""
-        return [self._with_pass({**self.head(), "choices": [self._choice(piece, 0)]}, piece)]
+    def chunk(self, piece: Piece, is_first: bool = False) -> dict[str, Any]:
+        """A stream's chunk for a piece."""
+        return self._with_pass({**self.head(), "choices": [self._choice(piece, 0)]}, piece)
 
     def _choice(self, piece: Piece, index: int) -> dict[str, Any]:
         found, logprobs = piece.log_probs, None

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from clover_trt.runtime.chat import AnswerParser, AnswerPart
 from clover_trt.runtime.request import PassEvent, Request
 from clover_trt.runtime.text import TextCodec
-from clover_trt.serving.fields import NUMPY, OUTPUTS
+from clover_trt.serving.fields import NUMPY, OUTPUT_KINDS
 
 Tensors = dict[str, NDArray[Any]]
-KINDS = {each.name: each.kind for each in OUTPUTS}
 
 
 class ResponseMaker:
@@ -99,7 +98,7 @@ class ResponseMaker:
 
 def tensor(name: str, values: list[Any]) -> NDArray[Any]:
     """One output's values as an array; text as UTF-8 bytes."""
-    kind = KINDS[name]
+    kind = OUTPUT_KINDS[name]
     if kind == "STRING":
         return np.array([value.encode("utf-8", "replace") for value in values], np.object_)
     return np.array(values, NUMPY[kind])

@@ -31,7 +31,6 @@ class Job:
     on_failure: Callable[[str], None]  # the engine failed; nothing more comes
     is_cancelled: Callable[[], bool] = lambda: False
     deadline: float | None = None  # time.monotonic()
-    arrived: float = 0.0
 
 
 class Observer(Protocol):
@@ -97,7 +96,6 @@ class Worker:
                 raise QueueFullError(
                     f"the queue is full: {self._open - self.slots} requests wait, the limit is {self.max_queue}; try again later"
                 )
-            job.arrived = time.monotonic()
             self._open += 1
             self._inbox.append(job)
             self._wake.notify()

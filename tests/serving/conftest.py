@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,17 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from clover_trt.bench.serve_cost import free_ports
 from clover_trt.engine.package import EnginePackage
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def get(url: str, data: object = None, timeout: float = 30) -> tuple[int, str]:

@@ -196,7 +196,7 @@ def test_the_rate_limit_is_a_bucket() -> None:
 def test_tool_calls_and_reasoning_become_openais_fields() -> None:
     body = ChatRequest(messages=REVERSE, tools=[{"type": "function", "function": {"name": "timer"}}], stream=True)
     piece = Piece(reasoning_content="hm", tool_calls=[{"name": "timer", "arguments": {"minutes": 5}}], finish_reason="stop")
-    (chunk,) = ChatReply("clover", body).chunks(piece, is_first=True)
+    chunk = ChatReply("clover", body).chunk(piece, is_first=True)
     choice = chunk["choices"][0]
     assert choice["delta"]["reasoning_content"] == "hm"
     assert choice["delta"]["tool_calls"][0]["function"] == {"name": "timer", "arguments": '{"minutes": 5}'}

@@ -206,7 +206,7 @@ class BuildConfig(Frozen):
 
     gpu: str = "cpu"
     backend: Literal["onnxruntime", "tensorrt", "tensorrt-rtx"] = "onnxruntime"
-    precision: Literal["float32", "bfloat16", "fp8"] = "float32"
+    precision: Literal["float32", "bfloat16", "fp8", "nvfp4"] = "float32"
     max_seq_len: int = Field(gt=0)
     max_input_len: int = Field(gt=0)
     max_batch_size: int = Field(default=64, gt=0)

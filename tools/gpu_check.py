@@ -187,23 +187,34 @@ def time_gdn(machine: Machine, kernels: Kernels, rows: int, tokens: int) -> Iter
 def time_moe(machine: Machine, kernels: Kernels, rows: int, tokens: int) -> Iterator[dict[str, Any]]:
     """The MoE kernel: every touched expert once."""
     c, draw = machine.config, drawing(machine)
-    E, H, width, S = c.num_experts, c.hidden_size, c.moe_intermediate_size, c.shared_expert_intermediate_size
+    E, H, S = c.num_experts, c.hidden_size, c.shared_expert_intermediate_size
     x, router = draw(rows, tokens, H), draw(E, H, spread=1.5 * H**-0.5)
     shared = tuple(draw(*shape, spread=shape[-1] ** -0.5) for shape in ((S, H), (S, H), (H, S), (1, H)))
     mass, lengths = torch.ones(rows, device=machine.device), lengths_of(machine, rows, tokens)
-    for precision in ("bf16", "e4m3"):
-        if precision == "bf16":
-            banks, scales = (draw(E, 2 * width, H, spread=H**-0.5), draw(E, H, width, spread=width**-0.5)), (None, None)
-        else:
-            banks = tuple(draw(E, *shape).to(torch.float8_e4m3fn) for shape in ((2 * width, H), (H, width)))
-            shapes = ((E, 2 * width // 128, H // 128), (E, H // 128, width // 128))
-            scales = tuple(torch.full(shape, 0.02, dtype=torch.bfloat16, device=machine.device) for shape in shapes)
+    for precision in ("bf16", "e4m3", "e2m1"):
+        banks, scales = expert_banks(machine, draw, precision)
         call = lambda banks=banks, scales=scales: kernels.expert_subset_moe(  # noqa: E731
             x, router, *banks, shared, lengths, mass, c.num_experts_per_tok, scales
         )
         distinct = int(call()[1].item())
-        moved = nbytes(x, x, router, *shared) + distinct * nbytes(*(bank[0] for bank in banks))
+        moved = nbytes(x, x, router, *shared) + distinct * nbytes(*(bank[0] for bank in (*banks, *scales)))
         yield {**timed(machine, "expert_subset_moe", precision, rows, tokens, moved, call), "distinct_experts": distinct}
+
+
+def expert_banks(machine: Machine, draw: Callable[..., Tensor], precision: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Random expert banks and their scales."""
+    c = machine.config
+    E, H, width = c.num_experts, c.hidden_size, c.moe_intermediate_size
+    shapes = ((2 * width, H), (H, width))
+    full = lambda value, dtype, *shape: torch.full((E, *shape), value, device=machine.device).to(dtype)  # noqa: E731
+    if precision == "bf16":
+        return tuple(draw(E, *shape, spread=shape[1] ** -0.5) for shape in shapes), ()
+    if precision == "e4m3":
+        banks = tuple(draw(E, *shape).to(torch.float8_e4m3fn) for shape in shapes)
+        return banks, tuple(full(0.02, torch.bfloat16, rows // 128, columns // 128) for rows, columns in shapes)
+    draws = (torch.randint(-128, 128, (E, rows, columns // 2), device=machine.device) for rows, columns in shapes)
+    groups = (full(1.0, torch.float8_e4m3fn, rows, columns // 16) for rows, columns in shapes)
+    return tuple(each.to(torch.int8) for each in draws), (*groups, *(full(0.01, torch.float32, n) for n in (2, 1)))
 
 
 def time_head(machine: Machine, kernels: Kernels, rows: int, tokens: int) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,8 @@ Shape = tuple[int, ...]
 
 # Added by Clover to `model.layers.N.linear_attn.`; shapes in terms of channels C, taps and value heads.
 ADDED_TENSORS = ("right_conv1d.weight", "block_temperature", "memory_bias", "memory_slope")
-IGNORED = re.compile(r"(^|\.)(mtp|visual)\.")
+# Parts of the model that text needs none of, and scales of activations that were found once: engines scale them as they come.
+IGNORED = re.compile(r"(^|\.)(mtp|visual)\.|\.input_scale$")
 EXPERT = re.compile(r"^(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 
 

@@ -56,6 +56,21 @@ def _pack(codes: Tensor) -> Tensor:
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
+def interleave(packed: Tensor) -> Tensor:
+    """Packed values in the order that kernels widen fastest: the eight of each four bytes as 0 2 4 6 1 3 5 7; columns a multiple
+    of 8. Shape and dtype stay.
+    """
+    pairs = packed.unflatten(-1, (-1, 2, 2))
+    first, second = pairs.unbind(-1)
+    even, odd = first & 15 | second << 4, first >> 4 | second & 0xF0
+    return torch.cat((even, odd), dim=-1).flatten(-2)
+
+
+def dequantize_bank(packed: Tensor, scale: Tensor, whole: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """`dequantize` of matrices of one size stacked along their rows; `whole` `[matrices]` has the scale of each."""
+    return dequantize(packed, scale, whole.repeat_interleave(len(packed) // len(whole))[:, None], dtype)
+
+
 def dequantize(packed: Tensor, scale: Tensor, whole: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The matrix `[rows, columns]` that packed values and scales stand for."""
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()

@@ -215,6 +215,45 @@ class Checkpoint:
         whole = torch.stack([weight.view(torch.uint8) for weight, _ in pairs]).view(fp8.FP8)
         return whole, torch.stack([scale for _, scale in pairs])
 
+    def load_nvfp4(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Read a stacked expert tensor `[E, rows, columns]` as NVFP4, as it is stored or quantized from higher precision.
+
+        Returns:
+            packed values `[E, rows, columns / 2]` uint8, scales `[E, rows, columns / 16]` e4m3, and the scales of whole matrices,
+            float32 `[E, 2]` (gate and up) or `[E, 1]`.
+
+        Raises:
+            CheckpointError: the file cannot be read, the tensor is FP8, does not divide into groups of 16, or holds a value that
+                is not finite.
+        """
+        E, rows, columns = self.expected[name]
+        if not nvfp4.fits((rows, columns)):
+            raise CheckpointError(f"{self.folder}: {name} has {columns} columns, expected a multiple of {nvfp4.GROUP} for NVFP4")
+        matrices = 2 if name.endswith("gate_up_proj") else 1
+        packed = torch.empty(E, matrices, rows // matrices, columns // 2, dtype=torch.uint8)
+        scale = torch.empty(E, matrices, rows // matrices, columns // nvfp4.GROUP, dtype=fp8.FP8)
+        whole = torch.empty(E, matrices)
+        for i, parts in enumerate(self._nvfp4_matrices(name, matrices)):
+            for target, part in zip((packed, scale, whole), parts, strict=True):
+                target[divmod(i, matrices)] = part
+        if not (torch.isfinite(scale.float()).all() and torch.isfinite(whole).all()):
+            raise CheckpointError(f"{self.folder}: not finite (NaN or infinity): scales of {name}")
+        return packed.flatten(1, 2), scale.flatten(1, 2), whole
+
+    def _nvfp4_matrices(self, name: str, matrices: int) -> Iterator[tuple[Tensor, ...]]:
+        """Packed values and both scales of one matrix after another: gate and up, or down, of each expert."""
+        parts = list(self.parts(name))
+        kinds = {self.stored[part].dtype for part in parts}
+        if "F8_E4M3" in kinds:
+            raise CheckpointError(f"{self.folder}: {name} is FP8; build nvfp4 from the bfloat16 checkpoint")
+        if kinds == {"U8"}:
+            yield from (tuple(self._read(self.stored[part + end]) for end in ("", "_scale", "_scale_2")) for part in parts)
+            return
+        try:
+            yield from (nvfp4.quantize(matrix) for bank in self.experts(name) for matrix in bank.chunk(matrices))
+        except ValueError:
+            raise CheckpointError(f"{self.folder}: not finite (NaN or infinity): {name}") from None
+
     def experts(self, name: str) -> Iterator[Tensor]:
         """The matrices of a stacked expert tensor, one expert in memory at a time, in their stored dtype."""
         if name in self.stored:

@@ -216,7 +216,7 @@ def _plugins(
             raise EngineError("--plugin-library: this target's operations have bodies of their own; leave it out")
         return None
     assert profile.plugin_preset is not None
-    assert settings.precision in ("bfloat16", "fp8")
+    assert settings.precision != "float32"
     return library_for(model, settings.precision, profile.plugin_preset, given, progress)
 
 
@@ -235,7 +235,7 @@ def _ready_plugins(work: Path, package: EnginePackage, progress: Progress) -> No
     made = build_library(preset, progress)
     path.unlink(missing_ok=True)
     shutil.copyfile(made, path)
-    check_geometry(open_library(path), package.model, "fp8" if package.build.precision == "fp8" else "bfloat16")
+    check_geometry(open_library(path), package.model, package.build.precision)
 
 
 def with_changes(profile: GpuProfile, compute_capability: str | None, operations: str | None) -> GpuProfile:
@@ -256,15 +256,13 @@ def build_settings(profile: GpuProfile, model: ModelConfig, precision: Precision
     """The settings of a build for this profile and geometry.
 
     Raises:
-        EngineError: `max_seq_len` is out of range.
+        EngineError: `max_seq_len` is out of range, or NVFP4 is asked for without plugins.
     """
     limit, block = model.max_position_embeddings, model.block_size
     if max_seq_len is not None and not 0 < max_seq_len <= limit:
         raise EngineError(f"max_seq_len = {max_seq_len} is out of range: the model takes 1 to {limit} tokens")
-    if precision == "nvfp4":
-        raise EngineError(
-            "--precision nvfp4: weights can be converted and reported, a graph with them can't be built yet; use fp8"
-        )
+    if precision == "nvfp4" and profile.operations == "functions":
+        raise EngineError("--precision nvfp4: needs the plugins, which this build is to do without; use fp8")
     length = max_seq_len or limit
     chunk = min(profile.prefill_chunk, -(-length // block) * block)
     is_static = profile.backend != "onnxruntime"

@@ -63,8 +63,8 @@ def prepared_graph(checkpoint: Checkpoint, settings: BuildConfig, source: dict[s
     assert settings.cache_len is not None
     fix_cache_length(model, settings.cache_len)
     drop_logits(model)
-    if settings.precision == "fp8":
-        quantize_graph(model, checkpoint)
+    if settings.precision in ("fp8", "nvfp4"):
+        quantize_graph(model, checkpoint, settings.precision)
     bound = bind_large_weights(model, checkpoint)
     attach_weights(model, checkpoint)
     bodies = function_bodies(checkpoint.config, onnx.TensorProto.BFLOAT16, quantized=settings.precision == "fp8")
@@ -150,6 +150,7 @@ def check_tensors(network: Any, model: onnx.ModelProto, trt: Any) -> None:
         onnx.TensorProto.FLOAT: trt.float32,
         onnx.TensorProto.BFLOAT16: trt.bfloat16,
         onnx.TensorProto.FLOAT8E4M3FN: trt.fp8,
+        onnx.TensorProto.INT8: trt.int8,
         onnx.TensorProto.INT32: trt.int32,
         onnx.TensorProto.INT64: trt.int64,
     }

@@ -98,7 +98,7 @@ def capacity(model: ModelConfig, profile: GpuProfile, precision: Precision, cont
     """
     if profile.memory_gb is None or profile.bandwidth_gb_s is None:
         raise EngineError(f"profile {profile.name} says neither memory nor bandwidth; expected a GPU's, as h200")
-    settings = build_settings(profile, model, "fp8" if precision == "nvfp4" else precision, context)
+    settings = build_settings(profile, model, precision, context)
     weights = weight_bytes(model, precision)
     keys_values, states = slot_bytes(model, profile, settings.cache_len or context)
     each = keys_values + states
@@ -129,7 +129,8 @@ def _floor(
     expert_size = 3 * model.moe_intermediate_size * model.hidden_size
     active = dense + model.num_hidden_layers * model.num_experts_per_tok * expert_size
     seconds = {"bandwidth": moved / (profile.bandwidth_gb_s * GB)}
-    peak = profile.peak_tflops.get(precision) or max(profile.peak_tflops.values(), default=0.0)
+    computed_in = "bfloat16" if precision == "nvfp4" else precision  # the kernels widen NVFP4 weights
+    peak = profile.peak_tflops.get(computed_in) or max(profile.peak_tflops.values(), default=0.0)
     if peak:
         seconds["arithmetic"] = 2 * active * model.block_size / (peak * 1e12)
     bound_by = max(seconds, key=lambda name: seconds[name])

@@ -35,6 +35,8 @@ PLAN = "rank0.engine"
 BOUND = "rank0_managed_weights.safetensors"  # TensorRT-LLM's name for weights that are not in the plan
 RECORD = "parity.safetensors"
 FORMAT = 2
+# TensorRT-LLM's names; NVFP4 experts beside FP8 matrices are its mixed precision.
+QUANT_ALGO = {"fp8": "FP8_BLOCK_SCALES", "nvfp4": "MIXED_PRECISION"}
 TRT_MODULES = {"tensorrt": ("tensorrt",), "tensorrt-rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings")}  # Python modules
 CARRIED = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "special_tokens_map.json",
@@ -168,12 +170,12 @@ def write_metadata(
         "pretrained_config": {
             **model.to_hf(),
             "architecture": "CloverForBlockDiffusion",
-            "dtype": "bfloat16" if build.precision == "fp8" else build.precision,
+            "dtype": "float32" if build.precision == "float32" else "bfloat16",
             "logits_dtype": "float32",
             "head_size": model.head_dim,
             "norm_epsilon": model.rms_norm_eps,
             "position_embedding_type": "rope_gpt_neox",
-            "quantization": {"quant_algo": "FP8_BLOCK_SCALES" if build.precision == "fp8" else None, "kv_cache_quant_algo": None},
+            "quantization": {"quant_algo": QUANT_ALGO.get(build.precision), "kv_cache_quant_algo": None},
             "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
             "valid_tokens": valid_tokens,
         },

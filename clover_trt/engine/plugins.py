@@ -27,7 +27,7 @@ LIBRARY = "libclover_plugins.so"
 HOST_LIBRARY = "libclover_kernels_host.so"
 HOST_PRESETS = ("host", "host-sanitized")
 EXPECTED = f"clover-plugins 0.1.0 contract {VERSION}"
-FLOAT32, BFLOAT16, E4M3 = 0, 1, 2  # enum clover_type of plugins/kernels/c_api.h
+FLOAT32, BFLOAT16, E4M3, E2M1 = 0, 1, 2, 3  # enum clover_type of plugins/kernels/c_api.h
 SOURCE_TREE = Path(__file__).parents[2] / "plugins"
 LONGEST_BLOCK = 64  # of a row's noisy tokens, as the adapters have it
 
@@ -116,10 +116,11 @@ def check_geometry(library: ctypes.CDLL, model: ModelConfig, precision: Precisio
         block,
     )
     head = HeadShape(1, block, model.hidden_size, model.vocab_size, 0, 0, 1)
+    banks = {"fp8": E4M3, "nvfp4": E2M1}.get(precision, BFLOAT16)
     problems = []
     for name, shape, wrong in (
         ("GdnBlockScan", gdn, library.clover_gdn_unsupported(ctypes.byref(gdn))),
-        ("ExpertSubsetMoe", moe, library.clover_moe_unsupported(E4M3 if precision == "fp8" else BFLOAT16, ctypes.byref(moe))),
+        ("ExpertSubsetMoe", moe, library.clover_moe_unsupported(banks, ctypes.byref(moe))),
         ("ConfidenceHead", head, library.clover_head_unsupported(ctypes.byref(head))),
     ):
         if wrong is not None:

@@ -58,8 +58,10 @@ OPS = {
         OpContract(
             "ExpertSubsetMoe",
             "clover_trt.model.moe.expert_subset_moe",
-            # [B, T, H], [E, H], [E, 2I, H], [E, H, I], 2 x [S, H], [H, S], [1, H], ..., [B]; when the banks are e4m3, the
-            # scales of their blocks follow: gate_up_scale, down_scale (checkpoint/fp8.py, bank_scale_shape)
+            # [B, T, H], [E, H], [E, 2I, H], [E, H, I], 2 x [S, H], [H, S], [1, H], ..., [B]; when the banks are quantized,
+            # scales follow. e4m3: gate_up_scale, down_scale (checkpoint/fp8.py, bank_scale_shape). NVFP4, int8 banks
+            # [E, 2I, H / 2] and [E, H, I / 2] of interleaved values (checkpoint/nvfp4.py): e4m3 scales [E, 2I, H / 16] and
+            # [E, H, I / 16], and those of whole matrices, gate_up_scale_2 [E, 2] and down_scale_2 [E, 1] float32
             (
                 "x", "router", "gate_up", "down", "shared_gate", "shared_up", "shared_down", "shared_scalar_gate",
                 *_LENGTHS, "expert_mass",

@@ -1,25 +1,31 @@
-"""What TensorRT needs of the traced graph: a fixed cache length, candidates only, large weights as inputs, FP8 weights."""
+"""What TensorRT needs of the traced graph: a fixed cache length, candidates only, large weights as inputs, quantized weights."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Literal
 
 import onnx
 import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from clover_trt.checkpoint import fp8
+from clover_trt.checkpoint import fp8, nvfp4
 from clover_trt.checkpoint.pack import Packed
 from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.errors import EngineError
-from clover_trt.graph.contract import DOMAIN, OPS, PLUGINS, expert_names
+from clover_trt.graph.contract import DOMAIN, OPS, PLUGINS
 from clover_trt.graph.export import TORCH_DTYPE, dtype_of, lazy_tensor, read_weight, shape_of, weight_source
 
 BOUND_BYTES = 64 << 20  # a weight of this size or more is bound when the engine is loaded, not baked into the plan
-SAFETENSORS_DTYPE = {ir.DataType.FLOAT: "F32", ir.DataType.BFLOAT16: "BF16"}
+SAFETENSORS_DTYPE = {
+    ir.DataType.FLOAT: "F32",
+    ir.DataType.BFLOAT16: "BF16",
+    ir.DataType.FLOAT8E4M3FN: "F8_E4M3",
+    ir.DataType.INT8: "I8",
+}
 # Operators that TensorRT's ONNX parser takes, as far as this project's graphs use them.
 ACCEPTED = frozenset(
     (
@@ -68,28 +74,22 @@ def call_plugins(model: ir.Model) -> None:
             node.attributes[attribute.name] = attribute
 
 
-def quantize_graph(model: ir.Model, checkpoint: Checkpoint) -> None:
-    """Replace weights that a quantized checkpoint has in FP8 by FP8 weights.
+def quantize_graph(model: ir.Model, checkpoint: Checkpoint, experts: Literal["fp8", "nvfp4"]) -> None:
+    """Replace weights that a quantized checkpoint has in FP8 by FP8 weights, experts in the format named.
 
-    Expert banks become e4m3 inputs with inputs for their scales, which their node takes after those of the contract. Other
-    matrices become e4m3 constants behind a DequantizeLinear over blocks of 128 along the summed axis; one whose summed axis
-    is no multiple of 128 stays in bfloat16 with the values of its FP8 form.
+    Expert banks become e4m3 or int8 inputs with inputs for their scales, which their node takes after those of the contract.
+    Other matrices become e4m3 constants behind a DequantizeLinear over blocks of 128 along the summed axis; one whose summed
+    axis is no multiple of 128 stays in bfloat16 with the values of its FP8 form.
     """
     graph = model.graph
     for node in [node for node in graph if node.domain == DOMAIN and node.op_type == "ExpertSubsetMoe"]:
-        for bank in (node.inputs[2], node.inputs[3]):
-            assert bank is not None
-            bank.dtype = ir.DataType.FLOAT8E4M3FN
-        layer = int((node.inputs[2].name or "").split(".")[1])  # type: ignore[union-attr]
-        scales = []
-        for part, name in zip(("gate_up", "down"), expert_names(layer), strict=True):
-            shape = fp8.bank_scale_shape(f"model.layers.{layer}.mlp.experts.{part}_proj", checkpoint.config)
-            scale = ir.Value(name=f"{name}_scale", type=ir.TensorType(ir.DataType.BFLOAT16), shape=ir.Shape(shape))
-            graph.inputs.append(scale)
-            scales.append(scale)
-        node.resize_inputs(len(node.inputs) + 2)
-        node.replace_input_with(len(node.inputs) - 2, scales[0])
-        node.replace_input_with(len(node.inputs) - 1, scales[1])
+        both = [_quantize_bank(bank, checkpoint, experts) for bank in (node.inputs[2], node.inputs[3]) if bank is not None]
+        scales = [scale for pair in zip(*both, strict=True) for scale in pair]
+        graph.inputs.extend(scales)
+        first = len(node.inputs)
+        node.resize_inputs(first + len(scales))
+        for i, scale in enumerate(scales):
+            node.replace_input_with(first + i, scale)
     for value in list(graph.initializers.values()):
         source, turned = weight_source(value, checkpoint)
         if fp8.is_quantized(source):
@@ -100,23 +100,49 @@ def quantize_graph(model: ir.Model, checkpoint: Checkpoint) -> None:
                 value.const_value = lazy_tensor(value.name or "", dtype_of(value), shape_of(value), read)
 
 
-class _Quantized:
-    """An FP8 weight that is read once for its values and keeps its scales, which are small."""
+def _quantize_bank(bank: ir.Value, checkpoint: Checkpoint, experts: Literal["fp8", "nvfp4"]) -> list[ir.Value]:
+    """Give the input of an expert bank its quantized type and shape; the values for its scales."""
+    name, (E, rows, columns) = bank.name or "", shape_of(bank)
+    if experts == "fp8":
+        bank.dtype = ir.DataType.FLOAT8E4M3FN
+        scales = {"_scale": (ir.DataType.BFLOAT16, fp8.bank_scale_shape(_bank_source(name), checkpoint.config))}
+    else:
+        bank.dtype, bank.shape = ir.DataType.INT8, ir.Shape((E, rows, columns // 2))
+        scales = {
+            "_scale": (ir.DataType.FLOAT8E4M3FN, (E, rows, columns // nvfp4.GROUP)),
+            "_scale_2": (ir.DataType.FLOAT, (E, 2 if name.endswith("gate_up") else 1)),
+        }
+    return [ir.Value(name=name + end, type=ir.TensorType(dtype), shape=ir.Shape(shape)) for end, (dtype, shape) in scales.items()]
 
-    def __init__(self, checkpoint: Checkpoint, source: str) -> None:
-        self._checkpoint, self._source = checkpoint, source
-        self._scale: Tensor | None = None
+
+def _bank_source(name: str) -> str:
+    """The checkpoint's name of the bank that the input `experts.LAYER.PART` is."""
+    _, layer, part = name.split(".")
+    return f"model.layers.{layer}.mlp.experts.{part}_proj"
+
+
+class _Quantized:
+    """A quantized weight: read once for its values; its scales are kept until they are asked for.
+
+    Args:
+        load: gives values and scales.
+    """
+
+    def __init__(self, load: Callable[[], tuple[Tensor, ...]]) -> None:
+        self._load = load
+        self._scales: dict[int, Tensor] = {}
 
     def weight(self) -> Tensor:
-        """The e4m3 values."""
-        values, self._scale = self._checkpoint.load_quantized(self._source)
+        """The values."""
+        values, *scales = self._load()
+        self._scales = dict(enumerate(scales))
         return values
 
-    def scale(self) -> Tensor:
-        """The scales of the blocks, bfloat16."""
-        if self._scale is None:
-            _, self._scale = self._checkpoint.load_quantized(self._source)
-        return self._scale
+    def scale(self, which: int = 0) -> Tensor:
+        """The scales of blocks or groups, or (1) of whole matrices."""
+        if which not in self._scales:
+            self.weight()
+        return self._scales.pop(which)
 
 
 def _as_quantized(checkpoint: Checkpoint, source: str, turned: bool) -> Tensor:
@@ -128,7 +154,7 @@ def _dequantize_in_graph(graph: ir.Graph, value: ir.Value, checkpoint: Checkpoin
     name, shape = value.name or "", shape_of(value)
     summed, rows = (0, shape[1]) if turned else (1, shape[0])
 
-    quantized = _Quantized(checkpoint, source)
+    quantized = _Quantized(partial(checkpoint.load_quantized, source))
 
     def weight() -> Tensor:
         q = quantized.weight()
@@ -160,13 +186,13 @@ def bind_large_weights(model: ir.Model, checkpoint: Checkpoint, limit: int = BOU
     """Turn initializers of `limit` bytes or more into inputs, as expert banks are; run before weights are attached.
 
     Returns:
-        every bound weight by input name: expert banks (with scales in an FP8 graph), then the large ones.
+        every bound weight by input name: expert banks layer by layer, each with its scales, then the large ones.
     """
     graph, bound = model.graph, {}
     quantized: dict[str, _Quantized] = {}
-    for value in graph.inputs:
-        if (value.name or "").startswith("experts."):
-            bound[value.name or ""] = _expert_weight(value, checkpoint, quantized)
+    experts = {value.name or "": value for value in graph.inputs if (value.name or "").startswith("experts.")}
+    for name in sorted(experts, key=lambda name: (int(name.split(".")[1]), name)):
+        bound[name] = _expert_weight(experts[name], checkpoint, quantized)
     for name, value in list(graph.initializers.items()):
         dtype = value.dtype
         if value.const_value is not None or dtype not in TORCH_DTYPE or math.prod(shape_of(value)) * dtype.itemsize < limit:
@@ -180,15 +206,24 @@ def bind_large_weights(model: ir.Model, checkpoint: Checkpoint, limit: int = BOU
 
 
 def _expert_weight(value: ir.Value, checkpoint: Checkpoint, quantized: dict[str, _Quantized]) -> Packed:
-    _, layer, part = (value.name or "").split(".")
-    source = f"model.layers.{layer}.mlp.experts.{part.removesuffix('_scale')}_proj"
-    if part.endswith("_scale"):
-        return Packed("BF16", shape_of(value), quantized[source].scale)
-    if value.dtype == ir.DataType.FLOAT8E4M3FN:
-        quantized[source] = _Quantized(checkpoint, source)
-        return Packed("F8_E4M3", shape_of(value), quantized[source].weight)
-    dtype = dtype_of(value)
-    return Packed(SAFETENSORS_DTYPE[dtype], shape_of(value), partial(read_weight, checkpoint, source, False, TORCH_DTYPE[dtype]))
+    """A bank or its scales, which come after it."""
+    name, *scale = (value.name or "").split("_scale")
+    source, dtype = _bank_source(name), dtype_of(value)
+    read: Callable[[], Tensor]
+    if scale:
+        read = partial(quantized[source].scale, int(scale == ["_2"]))
+    elif dtype in TORCH_DTYPE:
+        read = partial(read_weight, checkpoint, source, False, TORCH_DTYPE[dtype])
+    else:
+        load = checkpoint.load_quantized if dtype == ir.DataType.FLOAT8E4M3FN else partial(_interleaved, checkpoint)
+        quantized[source] = _Quantized(partial(load, source))
+        read = quantized[source].weight
+    return Packed(SAFETENSORS_DTYPE[dtype], shape_of(value), read)
+
+
+def _interleaved(checkpoint: Checkpoint, source: str) -> tuple[Tensor, ...]:
+    packed, *scales = checkpoint.load_nvfp4(source)
+    return nvfp4.interleave(packed).view(torch.int8), *scales
 
 
 def check_operators(model: onnx.ModelProto, plugins: bool) -> None:

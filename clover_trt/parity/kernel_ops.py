@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clover_trt.engine.plugins import BFLOAT16, E4M3, FLOAT32, LONGEST_BLOCK, GdnShape, HeadShape, MoeShape, open_library
+from clover_trt.engine.plugins import BFLOAT16, E2M1, E4M3, FLOAT32, LONGEST_BLOCK, GdnShape, HeadShape, MoeShape, open_library
 from clover_trt.errors import EngineError
 from clover_trt.model.attention import block_attention
 from clover_trt.model.gdn import GdnCache, GdnWeights
@@ -21,7 +21,7 @@ from clover_trt.model.head import Controls, HeadOutput
 from clover_trt.model.lengths import Lengths
 from clover_trt.model.ops import BlockOps
 
-TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float8_e4m3fn: E4M3}
+TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float8_e4m3fn: E4M3, torch.int8: E2M1}
 
 
 def _pointers(*tensors: Tensor | None) -> ctypes.Array[Any]:
@@ -104,22 +104,26 @@ class Kernels:
         lengths: Lengths,
         mass: Tensor,
         top_k: int,
-        scales: tuple[Tensor | None, Tensor | None] = (None, None),
+        scales: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, Tensor]:
         """See `model.moe.expert_subset_moe`.
 
         Args:
             x, router, shared: bfloat16.
-            gate_up, down: bfloat16, or float8_e4m3fn with `scales` `[E, 2I / 128, H / 128]` and `[E, H / 128, I / 128]`.
+            gate_up, down: bfloat16; float8_e4m3fn with `scales` `[E, 2I / 128, H / 128]` and `[E, H / 128, I / 128]`; or int8,
+                interleaved NVFP4 (see `checkpoint.nvfp4`) with e4m3 scales of groups and float32 ones of whole matrices.
+            scales: gate_up's and down's, then those of whole matrices.
 
         Returns:
             `[B, T, H]`, zero at padding, and the number of distinct experts, `[1]` int64.
         """
         (B, T, H), (E, _, width) = x.shape, down.shape
+        width *= 2 if down.dtype == torch.int8 else 1
         shape = MoeShape(B, T, H, E, top_k, width, shared[0].shape[0], min(T, LONGEST_BLOCK))
         out = torch.empty_like(x)
         distinct = torch.empty(1, dtype=torch.int64, device=x.device)
-        arguments = _pointers(x, router, gate_up, down, *shared, *lengths, mass, *scales, out, distinct)
+        padded = (*scales, *[None] * (4 - len(scales)))
+        arguments = _pointers(x, router, gate_up, down, *shared, *lengths, mass, *padded, out, distinct)
         self._call("moe", "expert_subset_moe", (TYPES[gate_up.dtype],), shape, arguments, x)
         return out, distinct
 
@@ -180,7 +184,7 @@ def register(kernels: Kernels) -> torch.library.Library:
     library.impl(
         "expert_subset_moe",
         lambda x, router, gate_up, down, shared, lengths, mass, top_k, scales: kernels.expert_subset_moe(
-            x, router, gate_up, down, tuple(shared), Lengths(*lengths), mass, top_k, tuple(scales) or (None, None)
+            x, router, gate_up, down, tuple(shared), Lengths(*lengths), mass, top_k, tuple(scales)
         ),
         key,
     )

@@ -23,10 +23,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from clover_trt.checkpoint import fp8
+from clover_trt.checkpoint import fp8, nvfp4
 from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.config import BuildConfig
 from clover_trt.engine.package import RECORD, EnginePackage, open_package
+from clover_trt.engine.profiles import Precision
 from clover_trt.errors import EngineError
 from clover_trt.graph.contract import cache_names
 from clover_trt.model.block_step import new_cache
@@ -81,16 +82,16 @@ def write_record(
 
     Args:
         checkpoint: the weights.
-        settings: of the build; for an FP8 engine the weights are rounded as it holds them.
+        settings: of the build; for a quantized engine the weights are rounded as it holds them.
         folder: of the engine that is being built.
         progress: called with a line a layer.
 
     Raises:
         CheckpointError: a tensor cannot be read or is not finite.
     """
-    config, quantized = checkpoint.config, settings.precision == "fp8"
+    config = checkpoint.config
     steps = record_steps(checkpoint.valid_tokens, settings)
-    weights = _Weights(checkpoint, quantized)
+    weights = _Weights(checkpoint, settings.precision)
     runs = [_Run(weights, steps, torch.float32)]
     if settings.precision != "float32":
         runs.append(_Run(weights, steps, torch.bfloat16))
@@ -109,8 +110,9 @@ def write_record(
 class _Weights:
     """Weights of a checkpoint as an engine holds them."""
 
-    def __init__(self, checkpoint: Checkpoint, quantized: bool) -> None:
-        self.checkpoint, self.quantized = checkpoint, quantized
+    def __init__(self, checkpoint: Checkpoint, precision: Precision) -> None:
+        self.checkpoint, self.precision = checkpoint, precision
+        self.quantized = precision in ("fp8", "nvfp4")
 
     def read(self, module: torch.nn.Module, prefix: str, dtype: torch.dtype) -> None:
         """Give a module of the empty model its weights, those of experts aside."""
@@ -124,7 +126,9 @@ class _Weights:
 
     def experts(self, name: str) -> Iterator[Tensor]:
         """The matrices of a bank, one after another."""
-        if self.quantized:
+        if self.precision == "nvfp4":
+            yield from (nvfp4.dequantize_bank(*bank) for bank in zip(*self.checkpoint.load_nvfp4(name), strict=True))
+        elif self.quantized:
             restore = fp8.dequantize_bank if name.endswith("gate_up_proj") else fp8.dequantize
             yield from (restore(weight, scale) for weight, scale in zip(*self.checkpoint.load_quantized(name), strict=True))
         elif self.checkpoint.quantized:
@@ -170,7 +174,7 @@ class _Run:
             positions = rows.prefix_len[:, None].long() + torch.arange(self.states[s].shape[1])
             self.states[s], cache = layer.mix(self.states[s], cache, rows, rotary_angles(positions, config))
             seen = layer.post_attention_layernorm(self.states[s])
-            rounds = self.weights.quantized and self.dtype != torch.float32
+            rounds = self.weights.precision == "fp8" and self.dtype != torch.float32
             inputs.append(_MoeInput(seen, layer.mlp, rows, torch.from_numpy(step.expert_mass), rounds))
         for name, tensor in zip(cache_names(config)[number], cache, strict=True):
             for row in range(ROWS):

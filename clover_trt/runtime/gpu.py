@@ -220,7 +220,7 @@ class _CudaPlan:
         modes = {name: engine.get_tensor_mode(name) for name in names}
         self.inputs = tuple(name for name in names if modes[name] == trt.TensorIOMode.INPUT)
         self.outputs = tuple(name for name in names if modes[name] == trt.TensorIOMode.OUTPUT)
-        kinds = {"FLOAT": "F32", "BF16": "BF16", "FP8": "F8_E4M3", "INT32": "I32", "INT64": "I64"}
+        kinds = {"FLOAT": "F32", "BF16": "BF16", "FP8": "F8_E4M3", "INT8": "I8", "INT32": "I32", "INT64": "I64"}
         self._dtypes = {name: kinds[engine.get_tensor_dtype(name).name] for name in names}
 
     def dtype(self, name: str) -> str:

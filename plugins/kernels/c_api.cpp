@@ -14,6 +14,14 @@ const T& as(const void* pointer) {
   return *static_cast<const T*>(pointer);
 }
 
+// Calls `run` with a number of the type of the experts' banks.
+template <class Run>
+auto with_weights(int type, Run run) {
+  if (type == CLOVER_E4M3) return run(e4m3{});
+  if (type == CLOVER_E2M1) return run(e2m1x2{});
+  return run(bf16{});
+}
+
 }  // namespace
 
 #define CLOVER_API __attribute__((visibility("default")))
@@ -24,13 +32,13 @@ CLOVER_API const char* clover_plugins_version() { return CLOVER_PLUGINS_VERSION;
 
 CLOVER_API const char* clover_gdn_unsupported(const void* shape) { return gdn_unsupported(as<GdnShape>(shape)); }
 CLOVER_API const char* clover_moe_unsupported(int type, const void* shape) {
-  return type == CLOVER_E4M3 ? moe_unsupported<e4m3>(as<MoeShape>(shape)) : moe_unsupported<bf16>(as<MoeShape>(shape));
+  return with_weights(type, [&](auto w) { return moe_unsupported<decltype(w)>(as<MoeShape>(shape)); });
 }
 CLOVER_API const char* clover_head_unsupported(const void* shape) { return head_unsupported(as<HeadShape>(shape)); }
 
 CLOVER_API size_t clover_gdn_workspace(const void* shape) { return gdn_workspace(as<GdnShape>(shape)); }
 CLOVER_API size_t clover_moe_workspace(int type, const void* shape) {
-  return type == CLOVER_E4M3 ? moe_workspace<e4m3>(as<MoeShape>(shape)) : moe_workspace<bf16>(as<MoeShape>(shape));
+  return with_weights(type, [&](auto w) { return moe_workspace<decltype(w)>(as<MoeShape>(shape)); });
 }
 CLOVER_API size_t clover_head_workspace(const void* shape) { return head_workspace(as<HeadShape>(shape)); }
 
@@ -41,8 +49,10 @@ CLOVER_API int clover_gdn_block_scan(int type, const void* shape, const void* ar
 }
 CLOVER_API int clover_expert_subset_moe(int type, const void* shape, const void* arguments, void* workspace, void* stream) {
   const auto on = static_cast<cudaStream_t>(stream);
-  if (type == CLOVER_E4M3) return expert_subset_moe<e4m3>(as<MoeShape>(shape), as<MoeArguments<e4m3>>(arguments), workspace, on);
-  return expert_subset_moe<bf16>(as<MoeShape>(shape), as<MoeArguments<bf16>>(arguments), workspace, on);
+  return with_weights(type, [&](auto w) {
+    using W = decltype(w);
+    return static_cast<int>(expert_subset_moe<W>(as<MoeShape>(shape), as<MoeArguments<W>>(arguments), workspace, on));
+  });
 }
 CLOVER_API int clover_confidence_head(const void* shape, const void* arguments, void* workspace, void* stream) {
   return confidence_head(as<HeadShape>(shape), as<HeadArguments>(arguments), workspace, static_cast<cudaStream_t>(stream));

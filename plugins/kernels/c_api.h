@@ -7,7 +7,7 @@
 extern "C" {
 
 // Types of a kernel's main tensors.
-enum clover_type { CLOVER_FLOAT32 = 0, CLOVER_BFLOAT16 = 1, CLOVER_E4M3 = 2 };
+enum clover_type { CLOVER_FLOAT32 = 0, CLOVER_BFLOAT16 = 1, CLOVER_E4M3 = 2, CLOVER_E2M1 = 3 };
 
 const char* clover_plugins_version();
 

@@ -118,13 +118,16 @@ __device__ __forceinline__ void lane_best(float& value, int& id) {
   }
 }
 
-// 16 bytes in one load.
+// 16 bytes in one load, and 8.
 struct alignas(16) Vector16 {
   uint32_t word[4];
 };
+struct alignas(8) Vector8 {
+  uint32_t word[2];
+};
 __device__ __forceinline__ Vector16 load16(const void* from) { return *static_cast<const Vector16*>(from); }
 
-// A load of 16 bytes that are read once: weights, which need not stay in the first-level cache.
+// Loads of bytes that are read once: weights, which need not stay in the first-level cache.
 __device__ __forceinline__ Vector16 load16_once(const void* from) {
 #ifdef CLOVER_HOST
   return load16(from);
@@ -134,6 +137,31 @@ __device__ __forceinline__ Vector16 load16_once(const void* from) {
                : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
                : "l"(from));
   return v;
+#endif
+}
+
+__device__ __forceinline__ Vector8 load8_once(const void* from) {
+#ifdef CLOVER_HOST
+  return *static_cast<const Vector8*>(from);
+#else
+  Vector8 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.word[0]), "=r"(v.word[1]) : "l"(from));
+  return v;
+#endif
+}
+
+// Products of two pairs of bfloat16, each rounded once; subnormal numbers count.
+__device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+#ifdef CLOVER_HOST
+  const auto product = [&](int shift) {
+    const bf16 x{static_cast<uint16_t>(a >> shift)}, y{static_cast<uint16_t>(b >> shift)};
+    return static_cast<uint32_t>(from_float<bf16>(to_float(x) * to_float(y)).bits) << shift;
+  };
+  return product(0) | product(16);
+#else
+  uint32_t out;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(0x80008000u));  // plus -0, which changes nothing
+  return out;
 #endif
 }
 

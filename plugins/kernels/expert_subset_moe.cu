@@ -11,11 +11,18 @@
 // (beyond 32 tokens of one expert it is read again from the second-level cache). No atomics: the order of every sum is fixed.
 #include "expert_subset_moe.h"
 
+#include <type_traits>
+
 #include "stream.cuh"
 
 namespace clover {
 
 namespace {
+
+template <class W>
+constexpr bool kIsFp8 = std::is_same_v<W, e4m3>;
+template <class W>
+constexpr bool kIsFp4 = std::is_same_v<W, e2m1x2>;
 
 constexpr int kTiles = 4;  // token tiles of a block: 32 tokens at a time
 constexpr int kTokens = 8 * kTiles;
@@ -24,13 +31,13 @@ __host__ __device__ constexpr int words(int experts) { return (experts + 31) / 3
 // Blocks that a multiprocessor is to hold; before sm_89 e4m3 is widened in registers, which takes twice as many.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
 template <class W>
-constexpr int kBlocks = sizeof(W) == 1 ? 1 : 2;
+constexpr int kBlocks = kIsFp8<W> ? 1 : 2;
 #else
 template <class W>
 constexpr int kBlocks = 2;
 #endif
 template <class W>
-constexpr int kExpertTiles = sizeof(W) == 1 ? 2 : 4;  // e4m3 keeps the sums of a group beside those of the product
+constexpr int kExpertTiles = kIsFp8<W> || kIsFp4<W> ? 2 : 4;  // sums of a group (FP8) and widened weights (NVFP4) take registers
 constexpr int kMostExperts = 512, kMostTopK = 16, kPerLane = kMostExperts / 32;
 constexpr int kRouteThreads = 256;
 
@@ -71,7 +78,7 @@ size_t lay_out(const MoeShape& s, void* workspace, Plan& p) {
   p.shared_inner = space.take<bf16>(N * s.shared_width);
   p.result = space.take<bf16>(pairs * s.hidden);
   p.shared_result = space.take<bf16>(N * s.hidden);
-  if constexpr (sizeof(W) == 1) {
+  if constexpr (kIsFp8<W>) {
     p.x8 = space.take<e4m3>(N * s.hidden);
     p.x8_scale = space.take<float>(N * (s.hidden / kQuantBlock));
     p.inner8 = space.take<e4m3>(pairs * s.width);
@@ -306,19 +313,47 @@ __global__ void __launch_bounds__(kRouteThreads) moe_quantize(const bf16* from, 
   if (lane == 0) scale[at] = unit;
 }
 
+// A matrix of each expert, one after another.
+template <class W>
+struct Matrices {
+  using F = Format<W>;
+  const W* values;
+  const typename F::Scale* scales;
+  const float* whole;  // scales of whole matrices
+  size_t stride, scale_stride, whole_stride;  // from one expert to the next
+  int columns;
+
+  __device__ __forceinline__ const W* row(int expert, int r) const { return values + expert * stride + static_cast<size_t>(r) * columns / F::kNumbers; }
+  __device__ __forceinline__ const typename F::Scale* row_scale(int expert, int r) const {
+    return scales + expert * scale_stride + static_cast<size_t>(r / F::kScaleRows) * (columns / F::kScaleColumns);
+  }
+  // What a sum of the streamed product is to be multiplied by.
+  __device__ __forceinline__ float unit(int expert) const {
+    if constexpr (kIsFp4<W>) return whole[expert * whole_stride] * kE2m1Unit;
+    return 1.0f;
+  }
+};
+
+// The matrices `rows` x `columns` of a bank whose experts have `parts` of them, beginning at one of those.
+template <class W>
+Matrices<W> matrices(const W* values, const typename Format<W>::Scale* scales, const float* whole, size_t rows, size_t columns, size_t parts,
+                     size_t part) {
+  using F = Format<W>;
+  const size_t each = rows * columns / F::kNumbers, scales_each = rows / F::kScaleRows * (columns / F::kScaleColumns);
+  return {values + part * each, scales + part * scales_each, kIsFp4<W> ? whole + part : nullptr, parts * each, parts * scales_each, parts, static_cast<int>(columns)};
+}
+
 // The weights of one layer's experts (or of the shared one), and the tokens that use each.
 template <class W>
 struct Bank {
-  const W *gate, *up, *down;
-  size_t inner_stride, down_stride;  // elements from one expert to the next
-  const bf16 *gate_scale, *up_scale, *down_scale;
-  size_t inner_scale_stride, down_scale_stride;
+  using Activation = typename Format<W>::Activation;
+  Matrices<W> gate, up, down;
   int width;
   const int32_t *count, *offset, *list;
   int top_k;
-  const W* x;
+  const Activation* x;
   const float* x_scale;
-  const W* inner;
+  const Activation* inner;
   const float* inner_scale;
   bf16 *inner_out, *result;
 };
@@ -330,23 +365,26 @@ constexpr size_t expert_shared() {
 
 // Sums of 32 rows against `here` tokens of an expert, gathered in `shared`; `line_at(i)` is the line of token i in `lines`.
 template <class W, class LineAt>
-__device__ __forceinline__ void expert_product(float* shared, const W* const (&row)[4], const bf16* const (&row_scale)[2], const W* lines,
-                                               const float* line_scales, int depth, int here, LineAt line_at) {
+__device__ __forceinline__ void expert_product(float* shared, const W* const (&row)[4], const typename Format<W>::Scale* const (&row_scale)[4],
+                                               const typename Format<W>::Activation* lines, const float* line_scales, int depth, int here,
+                                               LineAt line_at) {
   constexpr int Tiles = kExpertTiles<W>;
   int* const line = reinterpret_cast<int*>(shared + stream_shared<Tiles>() / sizeof(float));
   const int g = threadIdx.x % 32 / 4;
   if (threadIdx.x < 8 * Tiles) line[threadIdx.x] = line_at(static_cast<int>(threadIdx.x) < here ? static_cast<int>(threadIdx.x) : 0);
   sync_threads();
-  const W* token[Tiles];
+  const typename Format<W>::Activation* token[Tiles];
   CLOVER_UNROLL
   for (int n = 0; n < Tiles; ++n) token[n] = lines + static_cast<size_t>(line[8 * n + g]) * depth;
   StreamSums<Tiles> sums;
   clear(sums);
-  if constexpr (sizeof(W) == 1) {
+  if constexpr (kIsFp8<W>) {
     const int groups = depth / kQuantBlock, c = threadIdx.x % 4;
-    stream_product<Tiles>(sums, row, token, (here + 7) / 8, depth, row_scale, [&](int n, int i, int group) {
+    stream_product<Tiles>(sums, row, row_scale, token, (here + 7) / 8, depth, [&](int n, int i, int group) {
       return line_scales[static_cast<size_t>(line[8 * n + 2 * c + i]) * groups + group];
     });
+  } else if constexpr (kIsFp4<W>) {
+    stream_product<Tiles>(sums, row, row_scale, token, (here + 7) / 8, depth);
   } else {
     stream_product<Tiles>(sums, row, token, (here + 7) / 8, depth);
   }
@@ -360,22 +398,22 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocks<W>) moe_gate_up(Bank<W
   float* const shared = reinterpret_cast<float*>(memory);
   constexpr int Tiles = kExpertTiles<W>;
   const int e = blockIdx.y, count = b.count[e], offset = b.offset[e], r0 = blockIdx.x * 16, g = threadIdx.x % 32 / 4;
-  const W *gate = b.gate + e * b.inner_stride, *up = b.up + e * b.inner_stride;
   const W* row[4];
+  const typename Format<W>::Scale* row_scale[4];
   CLOVER_UNROLL
   for (int i = 0; i < 4; ++i) {
-    const int r = r0 + 8 * (i % 2) + g;
-    row[i] = (i < 2 ? gate : up) + static_cast<size_t>(r < b.width ? r : b.width - 1) * hidden;
+    const int r = r0 + 8 * (i % 2) + g, inside = r < b.width ? r : b.width - 1;
+    row[i] = (i < 2 ? b.gate : b.up).row(e, inside);
+    row_scale[i] = (i < 2 ? b.gate : b.up).row_scale(e, inside);
   }
-  const size_t of_rows = e * b.inner_scale_stride + static_cast<size_t>(r0 / kQuantBlock) * (hidden / kQuantBlock);
-  const bf16* const row_scale[2] = {b.gate_scale + of_rows, b.up_scale + of_rows};
+  const float gate_unit = b.gate.unit(e), up_unit = b.up.unit(e);
   for (int begin = 0; begin < count; begin += 8 * Tiles) {
     const int here = count - begin < 8 * Tiles ? count - begin : 8 * Tiles;
     expert_product<W>(shared, row, row_scale, b.x, b.x_scale, hidden, here, [&](int i) { return b.list[offset + begin + i] / b.top_k; });
     for (int i = threadIdx.x; i < here * 16; i += kStreamThreads) {
       if (r0 + i % 16 >= b.width) continue;
-      const float up_sum = stream_total<Tiles>(shared, 16 + i % 16, i / 16);
-      const float value = silu(stream_total<Tiles>(shared, i % 16, i / 16)) * up_sum;
+      const float up_sum = stream_total<Tiles>(shared, 16 + i % 16, i / 16) * up_unit;
+      const float value = silu(stream_total<Tiles>(shared, i % 16, i / 16) * gate_unit) * up_sum;
       b.inner_out[static_cast<size_t>(offset + begin + i / 16) * b.width + r0 + i % 16] = from_float<bf16>(value);
     }
   }
@@ -389,15 +427,18 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocks<W>) moe_down(Bank<W> b
   constexpr int Tiles = kExpertTiles<W>;
   const int e = blockIdx.y, count = b.count[e], offset = b.offset[e], r0 = blockIdx.x * kStreamRows, g = threadIdx.x % 32 / 4;
   const W* row[4];
+  const typename Format<W>::Scale* row_scale[4];
   CLOVER_UNROLL
-  for (int i = 0; i < 4; ++i) row[i] = b.down + e * b.down_stride + static_cast<size_t>(r0 + 8 * i + g) * b.width;
-  const bf16* of_rows = b.down_scale + e * b.down_scale_stride + static_cast<size_t>(r0 / kQuantBlock) * (b.width / kQuantBlock);
-  const bf16* const row_scale[2] = {of_rows, of_rows};
+  for (int i = 0; i < 4; ++i) {
+    row[i] = b.down.row(e, r0 + 8 * i + g);
+    row_scale[i] = b.down.row_scale(e, r0 + 8 * i + g);
+  }
+  const float unit = b.down.unit(e);
   for (int begin = 0; begin < count; begin += 8 * Tiles) {
     const int here = count - begin < 8 * Tiles ? count - begin : 8 * Tiles;
     expert_product<W>(shared, row, row_scale, b.inner, b.inner_scale, b.width, here, [&](int i) { return offset + begin + i; });
     for (int i = threadIdx.x; i < here * kStreamRows; i += kStreamThreads) {
-      const float value = stream_total<Tiles>(shared, i % kStreamRows, i / kStreamRows);
+      const float value = stream_total<Tiles>(shared, i % kStreamRows, i / kStreamRows) * unit;
       b.result[static_cast<size_t>(b.list[offset + begin + i / kStreamRows]) * hidden + r0 + i % kStreamRows] = from_float<bf16>(value);
     }
   }
@@ -445,7 +486,9 @@ const char* moe_unsupported(const MoeShape& s) {
   if (s.top_k < 1 || s.top_k > kMostTopK || s.top_k > s.experts) return "1 to 16 experts a token, no more than there are";
   if (s.block < 1 || s.block > 64) return "blocks of 1 to 64 tokens";
   if (s.hidden % 32 != 0 || s.width % 8 != 0 || s.shared_width % 8 != 0) return "a hidden size that is a multiple of 32, widths of 8";
-  if (sizeof(W) == 1 && (s.hidden % kQuantBlock != 0 || s.width % kQuantBlock != 0))
+  if (kIsFp4<W> && (s.hidden % kQuantGroup != 0 || s.width % kQuantGroup != 0))
+    return "a hidden size and an expert width that are multiples of 16, for groups of 16";
+  if (kIsFp8<W> && (s.hidden % kQuantBlock != 0 || s.width % kQuantBlock != 0))
     return "a hidden size and an expert width that are multiples of 128, for blocks of 128 x 128";
   return nullptr;
 }
@@ -462,7 +505,7 @@ cudaError_t expert_subset_moe(const MoeShape& s, const MoeArguments<W>& x, void*
   Plan p;
   lay_out<W>(s, workspace, p);
   const int N = s.rows * s.tokens, warps = kRouteThreads / 32;
-  const size_t H = s.hidden, I = s.width, pairs = static_cast<size_t>(N) * s.top_k;
+  const size_t H = s.hidden, I = s.width, S = s.shared_width, pairs = static_cast<size_t>(N) * s.top_k;
   const unsigned groups = static_cast<unsigned>((s.experts + 1 + warps - 1) / warps);
   CLOVER_TRY(launch<moe_logits>(dim3(static_cast<unsigned>(words(s.experts) + 1), static_cast<unsigned>((N + kTokens - 1) / kTokens)),
                     kStreamThreads, stream_shared<kTiles>(), stream, s, x.x, x.router, x.shared_scalar_gate, p));
@@ -472,11 +515,9 @@ cudaError_t expert_subset_moe(const MoeShape& s, const MoeArguments<W>& x, void*
   CLOVER_TRY(launch<moe_fill>(dim3(groups), kRouteThreads, 0, stream, s, p, x.distinct_experts));
 
   Bank<W> routed{};
-  routed.gate = x.gate_up;
-  routed.up = x.gate_up + I * H;
-  routed.down = x.down;
-  routed.inner_stride = 2 * I * H;
-  routed.down_stride = H * I;
+  routed.gate = matrices(x.gate_up, x.gate_up_scale, x.gate_up_scale_2, I, H, 2, 0);
+  routed.up = matrices(x.gate_up, x.gate_up_scale, x.gate_up_scale_2, I, H, 2, 1);
+  routed.down = matrices(x.down, x.down_scale, x.down_scale_2, H, I, 1, 0);
   routed.width = s.width;
   routed.count = p.count;
   routed.offset = p.offset;
@@ -484,13 +525,7 @@ cudaError_t expert_subset_moe(const MoeShape& s, const MoeArguments<W>& x, void*
   routed.top_k = s.top_k;
   routed.inner_out = p.inner;
   routed.result = p.result;
-  if constexpr (sizeof(W) == 1) {
-    const size_t across = H / kQuantBlock, down = I / kQuantBlock;
-    routed.gate_scale = x.gate_up_scale;
-    routed.up_scale = x.gate_up_scale + down * across;
-    routed.inner_scale_stride = 2 * down * across;
-    routed.down_scale = x.down_scale;
-    routed.down_scale_stride = across * down;
+  if constexpr (kIsFp8<W>) {
     routed.x = p.x8;
     routed.x_scale = p.x8_scale;
     routed.inner = p.inner8;
@@ -506,9 +541,9 @@ cudaError_t expert_subset_moe(const MoeShape& s, const MoeArguments<W>& x, void*
   CLOVER_TRY(run_down(routed, s.experts, s.hidden, stream));
 
   Bank<bf16> shared{};
-  shared.gate = x.shared_gate;
-  shared.up = x.shared_up;
-  shared.down = x.shared_down;
+  shared.gate = matrices<bf16>(x.shared_gate, nullptr, nullptr, S, H, 1, 0);
+  shared.up = matrices<bf16>(x.shared_up, nullptr, nullptr, S, H, 1, 0);
+  shared.down = matrices<bf16>(x.shared_down, nullptr, nullptr, H, S, 1, 0);
   shared.width = s.shared_width;
   shared.count = p.count + s.experts;
   shared.offset = p.offset + s.experts;
@@ -528,5 +563,6 @@ cudaError_t expert_subset_moe(const MoeShape& s, const MoeArguments<W>& x, void*
   template cudaError_t expert_subset_moe<W>(const MoeShape&, const MoeArguments<W>&, void*, cudaStream_t);
 CLOVER_INSTANTIATE(bf16)
 CLOVER_INSTANTIATE(e4m3)
+CLOVER_INSTANTIATE(e2m1x2)
 
 }  // namespace clover

@@ -14,9 +14,33 @@ struct MoeShape {
   int block;                // most noisy tokens of a row, at most 64
 };
 
-// W is bf16, or e4m3 with a scale for each block of 128 x 128; the router and the shared expert are always bf16.
+// How a bank of experts is held: the numbers in one W, and the rows and columns that share a scale.
+template <class W>
+struct Format;
+template <>
+struct Format<bf16> {  // no scales
+  using Activation = bf16;
+  using Scale = bf16;
+  static constexpr int kNumbers = 1, kScaleRows = 1, kScaleColumns = 1 << 30;
+};
+template <>
+struct Format<e4m3> {  // FP8; activations are rounded too
+  using Activation = e4m3;
+  using Scale = bf16;
+  static constexpr int kNumbers = 1, kScaleRows = 128, kScaleColumns = 128;
+};
+template <>
+struct Format<e2m1x2> {  // NVFP4 weights alone; each four bytes hold eight numbers in the order 0 2 4 6 1 3 5 7
+  using Activation = bf16;
+  using Scale = e4m3;
+  static constexpr int kNumbers = 2, kScaleRows = 1, kScaleColumns = 16;
+};
+
+// W is the type of the routed experts' banks; the router and the shared expert are always bf16. R and C are the rows and
+// columns that share a scale.
 template <class W>
 struct MoeArguments {
+  using Scale = typename Format<W>::Scale;
   const bf16* x;                   // [B, T, H]
   const bf16* router;              // [E, H]
   const W* gate_up;                // [E, 2I, H], gate rows first
@@ -27,8 +51,10 @@ struct MoeArguments {
   const bf16* shared_scalar_gate;  // [1, H]
   Lengths lengths;
   const float* expert_mass;        // [B]
-  const bf16* gate_up_scale;       // [E, 2I / 128, H / 128]; e4m3 only
-  const bf16* down_scale;          // [E, H / 128, I / 128]; e4m3 only
+  const Scale* gate_up_scale;      // [E, 2I / R, H / C]; not in bf16
+  const Scale* down_scale;         // [E, H / R, I / C]; not in bf16
+  const float* gate_up_scale_2;    // [E, 2], of the whole gate and up matrices; NVFP4 only
+  const float* down_scale_2;       // [E, 1]; NVFP4 only
   bf16* out;                       // [B, T, H]; zero at padding
   int64_t* distinct_experts;       // [1]
 };

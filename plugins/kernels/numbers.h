@@ -20,6 +20,9 @@ struct bf16 {
 struct e4m3 {
   uint8_t bits;
 };
+struct e2m1x2 {  // two numbers of four bits: sign, two of exponent, one of mantissa
+  uint8_t bits;
+};
 
 template <class To, class From>
 __host__ __device__ __forceinline__ To bit_cast(From value) {

@@ -169,7 +169,7 @@ void drive(IPluginCreatorV3One& creator, const Expected& e) {
     wrong[static_cast<size_t>(at)].desc.format = TensorFormat::kCHW4;
     CHECK(!build->supportsFormatCombination(at, wrong.data(), inputs, outputs));
     wrong = all;
-    wrong[static_cast<size_t>(at)].desc.type = DataType::kINT8;
+    wrong[static_cast<size_t>(at)].desc.type = DataType::kHALF;
     CHECK(!build->supportsFormatCombination(at, wrong.data(), inputs, outputs));
   }
   CHECK(build->configurePlugin(all.data(), inputs, all.data() + inputs, outputs) == 0);
@@ -205,7 +205,7 @@ void drive(IPluginCreatorV3One& creator, const Expected& e) {
   }
 }
 
-constexpr DataType kBF = DataType::kBF16, kF = DataType::kFLOAT, kI4 = DataType::kINT32, kI8 = DataType::kINT64;
+constexpr DataType kBF = DataType::kBF16, kF = DataType::kFLOAT, kI4 = DataType::kINT32, kI8 = DataType::kINT64, kBytes = DataType::kINT8;
 const Tensor kLength{kI4, {2}};
 
 std::vector<Expected> expected() {
@@ -231,6 +231,13 @@ std::vector<Expected> expected() {
   fp8.inputs[2].type = fp8.inputs[3].type = DataType::kFP8;
   fp8.inputs.push_back({kBF, {64, 2, 2}});
   fp8.inputs.push_back({kBF, {64, 2, 1}});
+  Expected fp4 = fp8;
+  fp4.inputs[2] = {kBytes, {64, 256, 128}};
+  fp4.inputs[3] = {kBytes, {64, 256, 64}};
+  fp4.inputs[12] = {DataType::kFP8, {64, 256, 16}};
+  fp4.inputs[13] = {DataType::kFP8, {64, 256, 8}};
+  fp4.inputs.push_back({kF, {64, 2}});
+  fp4.inputs.push_back({kF, {64, 1}});
   Expected head{"ConfidenceHead",
                 {{"emit_logits", 0}},
                 {{"emit_logits", "expected 0 or 1"}},
@@ -244,7 +251,7 @@ std::vector<Expected> expected() {
   logits.fields["emit_logits"] = 1;
   logits.outputs.push_back({kF, {2, 32, 1000}});
   logits.aliased.push_back(-1);
-  return {gdn, moe, fp8, head, logits};
+  return {gdn, moe, fp8, fp4, head, logits};
 }
 
 }  // namespace

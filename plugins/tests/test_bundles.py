@@ -6,15 +6,23 @@ import json
 import subprocess
 from pathlib import Path
 
+import onnx
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from clover_trt.checkpoint.quantize import quantize_checkpoint
 from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.engine import build as build_module
 from clover_trt.engine import build_tensorrt
 from clover_trt.engine.build import build, resume
-from clover_trt.engine.package import open_package, sha256_of
+from clover_trt.engine.package import BOUND, open_package, sha256_of
 from clover_trt.engine.plugins import EXPECTED, LIBRARY, build_library, open_library
 from clover_trt.errors import EngineError
+from clover_trt.graph.contract import OPS
+from clover_trt.model.lengths import Lengths
+from clover_trt.model.moe import expert_subset_moe
+from clover_trt.parity.kernel_ops import Kernels
 from tests.small import SMALL, AbsentTensorRT, random_state, write_checkpoint
 
 FITTING = SMALL.model_copy(update={"hidden_size": 128, "linear_key_head_dim": 16, "moe_intermediate_size": 128})
@@ -50,7 +58,7 @@ def replace_library(bundle: Path, data: bytes) -> None:
     (bundle / "manifest.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize(("gpu", "precision"), [("gb300", "fp8"), ("h200", "bfloat16")])
+@pytest.mark.parametrize(("gpu", "precision"), [("gb300", "fp8"), ("gb300", "nvfp4"), ("h200", "bfloat16")])
 def test_the_library_of_the_target_is_in_the_bundle_and_the_finished_package(
     checkpoint: Checkpoint, gpu: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,6 +69,43 @@ def test_the_library_of_the_target_is_in_the_bundle_and_the_finished_package(
     assert (bundle / LIBRARY).read_bytes() == build_library(gpu).read_bytes()
     assert finish(bundle, monkeypatch) == [EXPECTED]
     assert {"rank0.engine", LIBRARY} <= set(open_package(bundle).manifest["files"])
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "fp8", "nvfp4"])
+def test_bound_experts_mean_to_kernels_what_the_checkpoint_says(checkpoint: Checkpoint, precision: str, tmp_path: Path) -> None:
+    """A bundle's banks and scales, as its graph hands them to the plugin, through the kernels on the host."""
+    build(checkpoint, tmp_path / "bundle", gpu="gb300", precision=precision)
+    graph = onnx.load(str(tmp_path / "bundle" / "step.onnx")).graph
+    nodes = [node for node in graph.node if node.op_type == "ExpertSubsetMoe"]
+    bound = {name: tensor.clone() for name, tensor in load_file(tmp_path / "bundle" / BOUND).items()}
+    lengths = Lengths(*(torch.tensor(each, dtype=torch.int32) for each in ((0, 3), (8, 0), (16, 5))))
+    kernels = Kernels(build_library("host"))
+    generator = torch.Generator().manual_seed(0)
+    for layer, node in enumerate(nodes):
+        at = f"model.layers.{layer}.mlp."
+        router, *others = (checkpoint.load(at + name).bfloat16() for name in (
+            "gate.weight", "shared_expert.gate_proj.weight", "shared_expert.up_proj.weight", "shared_expert.down_proj.weight",
+            "shared_expert_gate.weight"
+        ))  # fmt: skip
+        x = torch.randn(2, 24, FITTING.hidden_size, generator=generator).bfloat16()
+        gate_up, down, *scales = (bound[name] for name in (*node.input[2:4], *node.input[len(OPS["ExpertSubsetMoe"].inputs) :]))
+        mass = torch.ones(2)
+        found, _ = kernels.expert_subset_moe(x, router, gate_up, down, tuple(others), lengths, mass, 4, tuple(scales))
+        banks = (checkpoint.load(f"{at}experts.{part}_proj") for part in ("gate_up", "down"))
+        if precision != "bfloat16":
+            copy = quantized_copy(checkpoint, precision, tmp_path)
+            banks = (copy.load(f"{at}experts.{part}_proj") for part in ("gate_up", "down"))
+        plain = [each.float() for each in (x, router, *banks)]
+        expected, _ = expert_subset_moe(*plain, tuple(each.float() for each in others), lengths, mass, 4)
+        valid = (lengths.masks(24)[0] | lengths.masks(24)[1])[..., None]
+        assert (found - expected * valid).norm() < (6e-2 if precision == "fp8" else 1e-2) * (expected * valid).norm()
+
+
+def quantized_copy(checkpoint: Checkpoint, experts: str, folder: Path) -> Checkpoint:
+    """The checkpoint as `clover-trt quantize` writes it."""
+    if not (folder / "copy").exists():
+        quantize_checkpoint(checkpoint, folder / "copy", experts=experts)  # type: ignore[arg-type]
+    return Checkpoint(folder / "copy")
 
 
 def test_a_library_for_another_processor_is_compiled_again_where_the_bundle_is_finished(

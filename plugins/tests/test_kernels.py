@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from clover_trt.checkpoint import fp8
+from clover_trt.checkpoint import fp8, nvfp4
 from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.engine.plugins import HOST_LIBRARY, build_library, check_geometry, open_library
 from clover_trt.errors import EngineError
@@ -48,6 +48,15 @@ def valid(lengths: Lengths, tokens: int) -> torch.Tensor:
     return (lengths.masks(tokens)[0] | lengths.masks(tokens)[1])[..., None]
 
 
+def nvfp4_bank(bank: torch.Tensor, halves: int) -> tuple[torch.Tensor, ...]:
+    """Interleaved values, both kinds of scales, and the bank that they stand for, in float32."""
+    matrices = [nvfp4.quantize(half) for expert in bank for half in expert.chunk(halves)]
+    exact = torch.cat([nvfp4.dequantize(*each, torch.float32) for each in matrices]).view(bank.shape)
+    packed, scale, whole = (torch.stack([each[i] for each in matrices]) for i in range(3))
+    shape = bank.shape[:2]
+    return nvfp4.interleave(packed).view(torch.int8).view(*shape, -1), scale.view(*shape, -1), whole.view(-1, halves), exact
+
+
 @pytest.mark.parametrize("case", read_cases("gdn"), ids=str)
 def test_gdn(kernels: Kernels, case: Case) -> None:
     limit = 1e-2 if case.is_bf16 else 1e-5
@@ -65,8 +74,11 @@ def test_gdn(kernels: Kernels, case: Case) -> None:
 @pytest.mark.parametrize("case", [case for case in read_cases("moe") if "real" not in case.name], ids=str)
 def test_moe(kernels: Kernels, case: Case) -> None:
     x, router, gate_up, down, shared, lengths, mass = moe_inputs(case)
-    banks, scales, exact = (gate_up, down), (None, None), (gate_up, down)
-    if case.type == "e4m3":
+    banks, scales, exact = (gate_up, down), (), (gate_up, down)
+    if case.type == "e2m1":
+        first, second = (nvfp4_bank(bank, halves) for bank, halves in ((gate_up, 2), (down, 1)))
+        banks, scales, exact = (first[0], second[0]), (first[1], second[1], first[2], second[2]), (first[3], second[3])
+    elif case.type == "e4m3":
         quantized = [fp8.quantize(bank) for bank in banks]
         banks, scales = tuple(q for q, _ in quantized), tuple(scale for _, scale in quantized)
         exact = tuple(fp8.dequantize(q, scale) for q, scale in quantized)
@@ -161,6 +173,9 @@ def test_sizes_that_the_kernels_are_not_written_for_are_refused(library_path: Pa
         check_geometry(library, SMALL, "bfloat16")
     with pytest.raises(EngineError, match="ExpertSubsetMoe expects a hidden size and an expert width that are multiples of 128"):
         check_geometry(library, WIDE, "fp8")
+    with pytest.raises(EngineError, match="ExpertSubsetMoe expects a hidden size and an expert width that are multiples of 16, "):
+        check_geometry(library, WIDE.model_copy(update={"moe_intermediate_size": 24}), "nvfp4")
+    check_geometry(library, WIDE, "nvfp4")
     check_geometry(library, WIDE, "bfloat16")
 
 
@@ -229,7 +244,8 @@ def test_the_gpu_check_runs_dry(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "report.json").read_text())
     assert all(case["passed"] for case in report["cases"])
     assert {(row["kernel"], row["precision"]) for row in report["kernels"]} == {
-        ("gdn_block_scan", "bf16"), ("expert_subset_moe", "bf16"), ("expert_subset_moe", "e4m3"), ("confidence_head", "bf16")
+        ("gdn_block_scan", "bf16"), ("expert_subset_moe", "bf16"), ("expert_subset_moe", "e4m3"),
+        ("expert_subset_moe", "e2m1"), ("confidence_head", "bf16")
     }  # fmt: skip
     assert 0 < report["step"]["against_eager"]["first_layer_median"] < 0.02
     assert not report["step"]["failures"]

@@ -94,16 +94,25 @@ Outputs reference(const MoeShape& s, const Inputs& in, const std::vector<std::ve
   return y;
 }
 
-// A bank in e4m3 as the checkpoint has it: values, a bf16 scale for each block of 128 x 128, and what they stand for.
+// A bank as a checkpoint has it: values, scales, and what they stand for.
+template <class W>
 struct Quantized {
-  std::vector<e4m3> values;
-  std::vector<bf16> scales;
+  std::vector<W> values;
+  std::vector<typename Format<W>::Scale> scales;
+  std::vector<float> whole;
   Vector exact;
 };
 
-Quantized quantized(const Vector& weights, size_t matrices, size_t rows, size_t columns) {
+Quantized<bf16> quantized(const Vector& weights, size_t, size_t, size_t, bf16) {
+  Quantized<bf16> q{{}, {}, {}, weights};
+  for (double weight : weights) q.values.push_back(from_float<bf16>(static_cast<float>(weight)));
+  return q;
+}
+
+// FP8: a bf16 scale for each block of 128 x 128.
+Quantized<e4m3> quantized(const Vector& weights, size_t matrices, size_t rows, size_t columns, e4m3) {
   const size_t down = rows / 128, across = columns / 128;
-  Quantized q{std::vector<e4m3>(weights.size()), std::vector<bf16>(matrices * down * across), Vector(weights.size())};
+  Quantized<e4m3> q{std::vector<e4m3>(weights.size()), std::vector<bf16>(matrices * down * across), {}, Vector(weights.size())};
   for (size_t block = 0; block < q.scales.size(); ++block) {
     const size_t first = block / (down * across) * rows * columns + block / across % down * 128 * columns + block % across * 128;
     double most = 0.0;
@@ -114,6 +123,42 @@ Quantized quantized(const Vector& weights, size_t matrices, size_t rows, size_t 
       const size_t at = first + i / 128 * columns + i % 128;
       q.values[at] = from_float<e4m3>(static_cast<float>(weights[at] / scale));
       q.exact[at] = static_cast<double>(to_float(q.values[at])) * scale;
+    }
+  }
+  return q;
+}
+
+// NVFP4: an e4m3 scale for each 16 numbers, a float32 one for each matrix; eight numbers of four bytes in the order
+// 0 2 4 6 1 3 5 7. Groups of a subnormal and of the largest scale are among them.
+Quantized<e2m1x2> quantized(const Vector& given, size_t matrices, size_t rows, size_t columns, e2m1x2) {
+  static const double sizes[8] = {0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0};
+  static const size_t place[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+  Vector weights = given;
+  for (size_t i = 0; i < 16; ++i) weights[i] *= 1e-5;
+  for (size_t i = 16; i < 32; ++i) weights[i] *= 4.0;
+  Quantized<e2m1x2> q{std::vector<e2m1x2>(weights.size() / 2), std::vector<e4m3>(weights.size() / 16), std::vector<float>(matrices),
+                      Vector(weights.size())};
+  for (size_t matrix = 0; matrix < matrices; ++matrix) {
+    double most = 0.0;
+    for (size_t i = 0; i < rows * columns; ++i) most = std::max(most, std::fabs(weights[matrix * rows * columns + i]));
+    q.whole[matrix] = static_cast<float>(most / (6.0 * 448.0));
+  }
+  for (size_t group = 0; group < q.scales.size(); ++group) {
+    const double whole = static_cast<double>(q.whole[group * 16 / (rows * columns)]);
+    double most = 0.0;
+    for (size_t i = 0; i < 16; ++i) most = std::max(most, std::fabs(weights[group * 16 + i]));
+    q.scales[group] = from_float<e4m3>(static_cast<float>(most / (6.0 * whole)));
+    const double scale = static_cast<double>(to_float(q.scales[group])) * whole;
+    for (size_t i = 0; i < 16; ++i) {
+      const size_t at = group * 16 + i;
+      const double size = scale > 0.0 ? std::fabs(weights[at]) / scale : 0.0;
+      unsigned code = 0;
+      for (unsigned other = 1; other < 8; ++other)
+        if (std::fabs(sizes[other] - size) < std::fabs(sizes[code] - size)) code = other;
+      const bool negative = weights[at] < 0.0;
+      q.exact[at] = (negative ? -1.0 : 1.0) * sizes[code] * scale;
+      const size_t nibble = at / 8 * 8 + place[at % 8];
+      q.values[nibble / 2].bits |= static_cast<uint8_t>((code | (negative ? 8u : 0u)) << 4 * (nibble % 2));
     }
   }
   return q;
@@ -135,29 +180,23 @@ void run(const Case& c) {
   auto shared_down = random.normal<bf16>(H * S, 1.0 / std::sqrt(static_cast<double>(S))), scalar = random.normal<bf16>(H, in);
   Inputs inputs{to_double(x),           to_double(router),    to_double(gate_up),     to_double(down),
                 to_double(shared_gate), to_double(shared_up), to_double(shared_down), to_double(scalar)};
-  std::vector<W> gate_up_values, down_values;
-  std::vector<bf16> gate_up_scale, down_scale;
-  if constexpr (sizeof(W) == 1) {
-    Quantized first = quantized(inputs.gate_up, E, 2 * I, H), second = quantized(inputs.down, E, H, I);
-    gate_up_values = first.values, gate_up_scale = first.scales, inputs.gate_up = first.exact;
-    down_values = second.values, down_scale = second.scales, inputs.down = second.exact;
-  } else {
-    gate_up_values = gate_up;
-    down_values = down;
-  }
+  const Quantized<W> gate_up_q = quantized(inputs.gate_up, 2 * E, I, H, W{}), down_q = quantized(inputs.down, E, H, I, W{});
+  inputs.gate_up = gate_up_q.exact, inputs.down = down_q.exact;
   const float mass = std::stof(c.text("mass"));
   const Outputs expected = reference(s, inputs, lengths, static_cast<double>(mass));
 
   Buffer<bf16> x_d(x), router_d(router), shared_gate_d(shared_gate), shared_up_d(shared_up), shared_down_d(shared_down), scalar_d(scalar),
-      gate_up_scale_d(gate_up_scale), down_scale_d(down_scale), out(N * H);
-  Buffer<W> gate_up_d(gate_up_values), down_d(down_values);
+      out(N * H);
+  Buffer<W> gate_up_d(gate_up_q.values), down_d(down_q.values);
+  Buffer<typename Format<W>::Scale> gate_up_scale(gate_up_q.scales), down_scale(down_q.scales);
+  Buffer<float> gate_up_whole(gate_up_q.whole), down_whole(down_q.whole);
   Buffer<int32_t> prefix(lengths[0]), commit(lengths[1]), noisy(lengths[2]);
   Buffer<float> mass_d(std::vector<float>(rows, mass));
   Buffer<int64_t> distinct(1);
   Buffer<unsigned char> workspace(moe_workspace<W>(s));
   const MoeArguments<W> arguments{x_d.get(), router_d.get(), gate_up_d.get(), down_d.get(), shared_gate_d.get(), shared_up_d.get(),
                                   shared_down_d.get(), scalar_d.get(), {prefix.get(), commit.get(), noisy.get()}, mass_d.get(),
-                                  gate_up_scale_d.get(), down_scale_d.get(), out.get(), distinct.get()};
+                                  gate_up_scale.get(), down_scale.get(), gate_up_whole.get(), down_whole.get(), out.get(), distinct.get()};
   Report report("moe " + c.text("name"), c.text("type"));
   Vector first;
   size_t differing = 0;
@@ -167,7 +206,7 @@ void run(const Case& c) {
     const Vector found = to_double(out.values());
     if (first.empty()) {
       first = found;
-      report.near("out", found, expected.out, sizeof(W) == 1 ? 6e-2 : 1e-2);
+      report.near("out", found, expected.out, std::is_same_v<W, e4m3> ? 6e-2 : 1e-2);
       report.same("distinct experts", distinct.values(), expected.distinct);
     }
     differing += found != first;
@@ -179,6 +218,12 @@ void run(const Case& c) {
 
 int main(int count, char** arguments) {
   if (count != 2) fail("expected the path of cases.txt");
-  for (const Case& each : read_cases(arguments[1], "moe")) each.is_bf16() ? run<bf16>(each) : run<e4m3>(each);
+  for (const Case& each : read_cases(arguments[1], "moe")) {
+    if (each.text("type") == "e2m1") {
+      run<e2m1x2>(each);
+    } else {
+      each.is_bf16() ? run<bf16>(each) : run<e4m3>(each);
+    }
+  }
   return Report::failures() > 0;
 }

@@ -266,3 +266,32 @@ def test_a_checkpoint_with_nvfp4_experts_reads_back(small_folder: Path, tmp_path
     assert errors["model.layers.1.mlp.experts.3.gate_proj.weight"] > errors["model.layers.1.mlp.experts.3.down_proj.weight"]
     with pytest.raises(CheckpointError, match="is NVFP4"):
         copy.load_quantized(name)
+    stored, made = copy.load_nvfp4(name), source.load_nvfp4(name)
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(stored, made, strict=True))
+    for expert in range(SMALL.num_experts):
+        restored = nvfp4.dequantize_bank(*(part[expert] for part in stored))
+        assert torch.equal(restored, copy.load(name)[expert])
+    with pytest.raises(CheckpointError, match="has 24 columns, expected a multiple of 16"):
+        source.load_nvfp4(down)
+    quantize_checkpoint(source, tmp_path / "fp8")
+    with pytest.raises(CheckpointError, match="is FP8; build nvfp4 from the bfloat16 checkpoint"):
+        Checkpoint(tmp_path / "fp8").load_nvfp4(name)
+
+
+def test_static_activation_scales_of_other_checkpoints_are_passed_over(small_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(small_folder, tmp_path / "copy")
+    tensors = load_file(folder / "model.safetensors")
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        tensors[f"model.layers.0.mlp.experts.0.{part}.input_scale"] = torch.tensor(0.1)
+    save_file(tensors, folder / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj"
+    assert torch.equal(Checkpoint(folder).load(name), Checkpoint(small_folder).load(name))
+
+
+def test_interleaved_values_are_those_of_the_matrix_in_the_order_that_kernels_take() -> None:
+    """0 2 4 6 1 3 5 7 from the lowest four bits of each four bytes on."""
+    codes = torch.randint(0, 16, (5, 3, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    packed = codes[..., 0::2] | codes[..., 1::2] << 4
+    words = nvfp4.interleave(packed).numpy().view("<u4")
+    for place, number in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+        assert (words >> 4 * place & 15 == codes[..., number::8].numpy()).all()

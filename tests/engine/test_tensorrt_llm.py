@@ -40,7 +40,7 @@ BUILD = {
     "opt_num_tokens": int,
 }
 DTYPES = {"float32", "float16", "bfloat16"}
-QUANT_ALGOS = {None, "FP8", "FP8_BLOCK_SCALES", "NVFP4"}
+QUANT_ALGOS = {None, "FP8", "FP8_BLOCK_SCALES", "NVFP4", "MIXED_PRECISION"}
 
 
 @pytest.mark.parametrize(("gpu", "precision"), [("cpu", "float32"), ("h200", "bfloat16"), ("gb300", "fp8")])

@@ -26,7 +26,7 @@ from clover_trt.graph.contract import (
     expert_names,
 )
 from clover_trt.model.head import Controls
-from tests.small import SMALL
+from tests.small import SMALL, random_state, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -103,24 +103,29 @@ def test_bodies_parse_for_other_geometries(changes: dict[str, int]) -> None:
     assert len(function_bodies(other)) == len(OPS)
 
 
-def test_the_graph_alone_is_written_for_every_target(small_folder: Path, tmp_path: Path) -> None:
+def test_the_graph_alone_is_written_for_every_target(tmp_path: Path) -> None:
+    config = SMALL.model_copy(update={"moe_intermediate_size": 32})
+    checkpoint = Checkpoint(write_checkpoint(tmp_path / "checkpoint", random_state(config), config))
     for gpu, precision, kind in (
         ("cpu", "float32", onnx.TensorProto.FLOAT),
         ("rtx", "bfloat16", onnx.TensorProto.BFLOAT16),
         ("h200", "fp8", onnx.TensorProto.FLOAT8E4M3FN),
+        ("gb300", "nvfp4", onnx.TensorProto.INT8),
     ):
         target = tmp_path / f"{gpu}-{precision}"
-        export(Checkpoint(small_folder), target, gpu=gpu, precision=precision, max_seq_len=128)
+        export(checkpoint, target, gpu=gpu, precision=precision, max_seq_len=128)
         assert sorted(path.name for path in target.iterdir()) == ["step.data", "step.onnx"]
         model = onnx.load(str(target / "step.onnx"))
         onnx.checker.check_model(str(target / "step.onnx"))
         inputs = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
         assert inputs[expert_names(0)[0]] == kind
-        assert {each.name for each in model.functions} == ({"BlockAttention"} if gpu == "h200" else set(OPS))
+        assert {each.name for each in model.functions} == ({"BlockAttention"} if gpu in ("h200", "gb300") else set(OPS))
         metadata = {entry.key: entry.value for entry in model.metadata_props}
-        assert json.loads(metadata["clover.source"])["fingerprint"] == Checkpoint(small_folder).fingerprint()
+        assert json.loads(metadata["clover.source"])["fingerprint"] == checkpoint.fingerprint()
     with pytest.raises(EngineError, match="exists; choose another"):
-        export(Checkpoint(small_folder), target, gpu="cpu")
+        export(checkpoint, target, gpu="cpu")
+    with pytest.raises(EngineError, match="nvfp4: needs the plugins"):
+        export(checkpoint, tmp_path / "other", gpu="gb300", precision="nvfp4", operations="functions")
 
 
 def test_constants_of_more_than_two_gigabytes_go_into_several_files(

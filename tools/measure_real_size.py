@@ -62,23 +62,23 @@ def copy_speed(source: Path, target: Path) -> float:
 
 def main(
     work: Annotated[Path, typer.Option(help="Folder on a disk with 40 GB free; what is written there is removed again.")],
+    precision: Annotated[str, typer.Option(help="fp8 or nvfp4, the format of the experts.")] = "fp8",
     out: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
 ) -> None:
     """Inspect, quantize and build; prints a table."""
     work.mkdir(parents=True, exist_ok=True)
-    checkpoint, fp8, bundle = work / "synthetic-35b", work / "synthetic-35b-fp8", work / "bundle"
+    checkpoint, quantized, bundle = work / "synthetic-35b", work / "quantized", work / "bundle"
     if not checkpoint.exists():
         write_synthetic(checkpoint)
     size = folder_gb(checkpoint)
     rows: dict[str, dict[str, float]] = {}
     rows["inspect"] = run(["inspect", str(checkpoint), "--json"])
-    rows["quantize to FP8"] = run(["quantize", "--checkpoint", str(checkpoint), "--out", str(fp8)])
-    rows["quantize to FP8"] |= {"read_gb": size, "written_gb": folder_gb(fp8)}
-    speed = copy_speed(fp8, work / "copy")
-    shutil.rmtree(fp8)
-    arguments = ["build", "--gpu", "gb300", "--precision", "fp8", "--checkpoint", str(checkpoint), "--out", str(bundle)]
-    rows["build gb300 fp8"] = run(arguments)
-    rows["build gb300 fp8"] |= {"read_gb": size, "written_gb": folder_gb(bundle)}
+    found = run(["quantize", "--checkpoint", str(checkpoint), "--out", str(quantized), "--experts", precision])
+    rows[f"quantize to {precision}"] = found | {"read_gb": size, "written_gb": folder_gb(quantized)}
+    speed = copy_speed(quantized, work / "copy")
+    shutil.rmtree(quantized)
+    found = run(["build", "--gpu", "gb300", "--precision", precision, "--checkpoint", str(checkpoint), "--out", str(bundle)])
+    rows[f"build gb300 {precision}"] = found | {"read_gb": size, "written_gb": folder_gb(bundle)}
     shutil.rmtree(bundle)
     table = Table("step", "seconds", "private GB", "resident GB", "read GB", "written GB", "read MB/s", "written MB/s")
     for name, row in rows.items():

@@ -14,8 +14,8 @@ from clover_trt.checkpoint.fp8 import FP8, LARGEST
 GROUP = 16
 LARGEST_E2M1 = 6.0
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-# Halfway between neighbours; a value on the line goes to the even code, as IEEE 754 rounding does.
-EDGES = (VALUES[1:] + VALUES[:-1]) / 2
+SIGNED = torch.cat((VALUES, -VALUES))  # by code
+PAIRS = torch.stack((SIGNED.repeat(16), SIGNED.repeat_interleave(16)), dim=1)  # [256, 2], the two values of a byte
 
 
 def fits(shape: tuple[int, ...]) -> bool:
@@ -44,12 +44,16 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _codes(scaled: Tensor) -> Tensor:
-    """The nearest e2m1 code of each value; ties go to the even code, what is beyond 6 becomes 6."""
-    size = scaled.abs()
-    code = torch.bucketize(size, EDGES, right=False)  # edges count for the lower neighbour
-    tie = (code < len(EDGES)) & (size == EDGES[code.clamp(max=len(EDGES) - 1)])
-    code = torch.where(tie & (code % 2 == 1), code + 1, code)
-    return (code + 8 * torch.signbit(scaled)).to(torch.uint8)
+    """The nearest e2m1 code of each float32 value; ties go to the even code, what is beyond 6 becomes 6.
+
+    From 1 on a code is the low exponent bits and the first mantissa bit of the value, rounded there; below, the steps of 0.5 are
+    those of the numbers from 2^22 on.
+    """
+    size = scaled.abs().clamp_(max=LARGEST_E2M1)
+    bits = size.view(torch.int32)
+    above = (bits + 0x1FFFFF + (bits >> 22 & 1) >> 22) - 252
+    below = (size + 2.0**22).view(torch.int32) - 0x4A800000
+    return (torch.where(size < 1, below, above) | scaled.view(torch.int32) >> 28 & 8).to(torch.uint8)
 
 
 def _pack(codes: Tensor) -> Tensor:
@@ -73,8 +77,6 @@ def dequantize_bank(packed: Tensor, scale: Tensor, whole: Tensor, dtype: torch.d
 
 def dequantize(packed: Tensor, scale: Tensor, whole: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The matrix `[rows, columns]` that packed values and scales stand for."""
-    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()
-    values = VALUES[codes & 7] * torch.where(codes >= 8, -1.0, 1.0)
     step = scale.float() * whole.float()
-    grouped = values.reshape(*step.shape, GROUP)
+    grouped = PAIRS[packed.int()].reshape(*step.shape, GROUP)
     return (grouped * step[..., None]).flatten(-2).to(dtype)

@@ -146,7 +146,7 @@ struct JoinShared {
 };
 
 // A block for each position. `taken` counts how many candidates of each part are used up.
-__global__ void __launch_bounds__(kJoinThreads) head_join(HeadShape s, HeadArguments x, Parts p) {
+__global__ void __launch_bounds__(kJoinThreads, 4) head_join(HeadShape s, HeadArguments x, Parts p) {
   CLOVER_SHARED(memory);
   JoinShared& m = *reinterpret_cast<JoinShared*>(memory);
   unsigned char* const taken = memory + sizeof(JoinShared);

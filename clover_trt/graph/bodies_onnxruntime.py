@@ -60,7 +60,7 @@ def _block_attention(c: ModelConfig) -> str:
 
 
 def _gdn_block_scan(c: ModelConfig) -> str:
-    renamed = {"qkv_f": "qkv", "a_f": "a", "b_f": "b", "A_log_f": "A_log"}
+    renamed = {"qkv_f": "qkv", "A_log_f": "A_log"}
     renamed |= {f"{name}_f": name for name in ("right_conv", "dt_bias", "temperature", "memory_bias", "memory_slope")}
     aliases = "".join(f"\n    {new} = Identity ({old})" for new, old in renamed.items())
     block = shared.gdn_window(c) + shared.gdn_block(c, FLOAT) + shared.gdn_join(FLOAT)
@@ -68,24 +68,36 @@ def _gdn_block_scan(c: ModelConfig) -> str:
 
 
 def _gdn_committed(c: ModelConfig) -> str:
-    """Convolution and gated delta rule over the row; decay and write strength are 0 past the committed tokens."""
+    """Convolution over the row; gated delta rule over as many tokens as the longest commit has (one at least), with decay and
+    write strength 0 past a row's own.
+    """
     return f"""
     key_flat = Constant <value = int64[3] {{0, 0, {c.key_dim}}}> ()
     state_rows = Transpose <perm = [0, 2, 1]> (conv_state)
     history = Concat <axis = 1> (state_rows, qkv)
     {shared.taps("conv", "history", c.linear_conv_kernel_dim, 0, "tokens", "left")}
-    {shared.silu("left", "causal", FLOAT)}
+    longest = ReduceMax <keepdims = 0> (commit)
+    span_scalar = Max (longest, i1)
+    span = Unsqueeze (span_scalar, axis_0)
+    left_span = Slice (left, axis_0, span, axis_1)
+    a_f = Slice (a, axis_0, span, axis_1)
+    b_f = Slice (b, axis_0, span, axis_1)
+    is_gated = Slice (is_committed, axis_0, span, axis_1)
+    {shared.silu("left_span", "causal", FLOAT)}
     causal_q, causal_k, causal_v = Split <axis = -1> (causal, parts)
     {shared.heads_normed("causal_q", "query")}
     {shared.heads_normed("causal_k", "key")}
     query_flat = Reshape (query, key_flat)
     key_flat_rows = Reshape (key, key_flat)
-    {shared.gdn_gates()}
+    {shared.gdn_gates("is_gated")}
     scanned_flat, recurrent_state_out = com.microsoft.LinearAttention
         <q_num_heads = {c.linear_num_key_heads}, kv_num_heads = {c.linear_num_value_heads},
          update_rule = "gated_delta", scale = {c.linear_key_head_dim**-0.5!r}>
         (query_flat, key_flat_rows, causal_v, recurrent_state, decay, beta)
-    scanned = Reshape (scanned_flat, value_shape)"""
+    scanned_span = Reshape (scanned_flat, value_shape)
+    span_last = Sub (span_scalar, i1)
+    scanned_at = Min (index, span_last)
+    scanned = Gather <axis = 1> (scanned_span, scanned_at)"""
 
 
 def _expert_subset_moe(c: ModelConfig) -> str:

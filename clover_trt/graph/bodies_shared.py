@@ -101,9 +101,11 @@ def taps(weight: str, source: str, count: int, first: int, width: str, target: s
             f"{target}_x{j} = Slice ({source}, {target}_begin{j}, {target}_end{j}, axis_1)",
             f"{target}_at{j} = Constant <value = int64 {{{j}}}> ()",
             f"{target}_w{j} = Gather <axis = 0> ({target}_taps, {target}_at{j})",
-            f"{target}_p{j} = Mul ({target}_x{j}, {target}_w{j})",
+            f"{target if count == 1 else f'{target}_p{j}'} = Mul ({target}_x{j}, {target}_w{j})",
         ]
-    lines.append(f"{target} = Sum ({', '.join(f'{target}_p{j}' for j in range(count))})")
+    sums = [f"{target}_p0", *(f"{target}_s{j}" for j in range(1, count - 1)), target]
+    for j in range(1, count):  # ONNX Runtime's Sum runs on one thread, Add on all
+        lines.append(f"{sums[j]} = Add ({sums[j - 1]}, {target}_p{j})")
     return "\n    " + "\n    ".join(lines)
 
 
@@ -117,10 +119,10 @@ def gdn_constants(c: ModelConfig) -> str:
     last_axes_2 = Constant <value = int64[2] {{2, 3}}> ()"""
 
 
-def gdn_gates() -> str:
-    """Decay and write strength `[B, T, v_heads]` float32 of `a` and `b` (float32), 0 past the committed tokens."""
-    return """
-    committed_2d = Cast <to = 1> (is_committed)
+def gdn_gates(committed: str = "is_committed") -> str:
+    """Decay and write strength `[B, T, v_heads]` float32 of `a_f` and `b_f`, 0 where `committed` `[B, T]` is false."""
+    return f"""
+    committed_2d = Cast <to = 1> ({committed})
     committed_3d = Unsqueeze (committed_2d, axis_last)
     a_biased = Add (a_f, dt_bias_f)
     step = Softplus (a_biased)
@@ -329,5 +331,5 @@ def controlled_candidates(controlled: str = "controlled = Add (after_bias, vocab
     after_bias = ScatterElements <axis = 2> (after_history, bias_at, biased)
     {controlled}
     best, candidate_ids = TopK <axis = -1> (controlled, num_candidates)
-    log_total = ReduceLogSumExp <keepdims = 1> (controlled, axis_last)
-    candidate_logprobs = Sub (best, log_total)"""
+    logprobs = LogSoftmax <axis = -1> (controlled)
+    candidate_logprobs = GatherElements <axis = 2> (logprobs, candidate_ids)"""

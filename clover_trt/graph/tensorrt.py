@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Literal
 
 import onnx
 import onnx_ir as ir
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from clover_trt.checkpoint import fp8, nvfp4
 from clover_trt.checkpoint.pack import Packed
+from clover_trt.checkpoint.quantize import Format
 from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.errors import EngineError
 from clover_trt.graph.contract import DOMAIN, OPS, PLUGINS
@@ -30,10 +30,10 @@ SAFETENSORS_DTYPE = {
 ACCEPTED = frozenset(
     (
         "Add And Attention Cast Concat Constant ConstantOfShape Cos CumSum DequantizeLinear Div Equal Exp Expand Gather "
-        "GatherElements GatherND Greater GreaterOrEqual Identity Less LessOrEqual Log Loop MatMul Max Min Mul Neg Not "
-        "Or Pad Pow RMSNormalization Range Reciprocal ReduceLogSumExp ReduceMax ReduceMean ReduceSum ReduceSumSquare "
+        "GatherElements GatherND Greater GreaterOrEqual Identity Less LessOrEqual Log LogSoftmax Loop MatMul Max Min Mul Neg Not "
+        "Or Pad Pow RMSNormalization Range Reciprocal ReduceMax ReduceMean ReduceSum ReduceSumSquare "
         "Reshape RotaryEmbedding Scan ScatterElements Shape Sigmoid Sin Slice Softmax Softplus Split Sqrt Squeeze Sub "
-        "Sum TensorScatter TopK Transpose Trilu Unsqueeze Where Xor "
+        "TensorScatter TopK Transpose Trilu Unsqueeze Where Xor "
     ).split()
 )
 ACCEPTED_TYPES = frozenset(
@@ -74,7 +74,7 @@ def call_plugins(model: ir.Model) -> None:
             node.attributes[attribute.name] = attribute
 
 
-def quantize_graph(model: ir.Model, checkpoint: Checkpoint, experts: Literal["fp8", "nvfp4"]) -> None:
+def quantize_graph(model: ir.Model, checkpoint: Checkpoint, experts: Format) -> None:
     """Replace weights that a quantized checkpoint has in FP8 by FP8 weights, experts in the format named.
 
     Expert banks become e4m3 or int8 inputs with inputs for their scales, which their node takes after those of the contract.
@@ -100,7 +100,7 @@ def quantize_graph(model: ir.Model, checkpoint: Checkpoint, experts: Literal["fp
                 value.const_value = lazy_tensor(value.name or "", dtype_of(value), shape_of(value), read)
 
 
-def _quantize_bank(bank: ir.Value, checkpoint: Checkpoint, experts: Literal["fp8", "nvfp4"]) -> list[ir.Value]:
+def _quantize_bank(bank: ir.Value, checkpoint: Checkpoint, experts: Format) -> list[ir.Value]:
     """Give the input of an expert bank its quantized type and shape; the values for its scales."""
     name, (E, rows, columns) = bank.name or "", shape_of(bank)
     if experts == "fp8":

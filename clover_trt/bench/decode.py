@@ -119,6 +119,23 @@ def in_flight(package: EnginePackage, codec: TextCodec, rounds: int, threads: in
     }
 
 
+def operators(package: EnginePackage, codec: TextCodec, threads: int, folder: Path) -> dict[str, dict[str, float]]:
+    """Milliseconds of a pass by operator, for one request and for eight in flight: sums over nodes of their medians over passes,
+    by ONNX Runtime's own profile.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for name, count in (("one", 1), ("in_flight", IN_FLIGHT)):
+        session = OrtSession(package, slots=count, threads=threads, profile=folder / name)
+        run(Scheduler(session), requests(package, codec, count, PROMPT, RESPONSE))
+        nodes: dict[tuple[str, str], list[float]] = {}
+        for event in json.loads(session.end_profile().read_text()):
+            if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+                nodes.setdefault((event["args"]["op_name"], event["name"]), []).append(event["dur"] / 1e3)
+        for (operator, _), times in nodes.items():
+            found.setdefault(operator, {"one": 0.0, "in_flight": 0.0})[name] += statistics.median(times)
+    return dict(sorted(found.items(), key=lambda item: -item[1]["in_flight"]))
+
+
 def second_turn(package: EnginePackage, codec: TextCodec, rounds: int) -> dict[str, float]:
     """Seconds to the first block over a history that was seen before, against a cold start."""
     session = OrtSession(package)
@@ -182,6 +199,15 @@ TARGETS = {
 }
 
 
+def show_operators(found: dict[str, dict[str, float]]) -> None:
+    """The operators that take most of a pass with eight in flight, and the rest together."""
+    table = Table("operator", "one, ms", f"{IN_FLIGHT} in flight, ms", "ratio")
+    rows = [*list(found.items())[:6], ("all", {key: sum(each[key] for each in found.values()) for key in ("one", "in_flight")})]
+    for name, each in rows:
+        table.add_row(name, *(f"{each[key]:.1f}" for key in ("one", "in_flight")), f"{each['in_flight'] / each['one']:.1f}")
+    Console().print(table)
+
+
 def main(
     out: Annotated[Path, typer.Option(help="Folder of decode.json.")] = Path("out/bench"),
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each job.")] = 3,
@@ -197,6 +223,8 @@ def main(
         cores = len(os.sched_getaffinity(0))
         by_threads = {str(n): in_flight(package, codec, rounds, n) for n in sorted({1, min(2, cores)})}
         result: dict[str, Any] = {**by_threads[max(by_threads, key=int)], "by_threads": by_threads}
+        status.update("a pass by operator")
+        result["operators_ms"] = operators(package, codec, min(2, cores), Path(scratch))
         status.update("the host loop alone")
         result |= host_loop(package, codec)
         status.update(f"a second turn over {HISTORY} tokens")
@@ -210,6 +238,7 @@ def main(
     Console().print(table)
     for threads, figures in by_threads.items():
         Console().print(f"{threads} thread(s): in_flight_vs_one {figures['in_flight_vs_one']:.2f}", highlight=False)
+    show_operators(result["operators_ms"])
     for each in result["profile"]:
         Console().print(f"{each['share']:6.1%} of the host loop: {each['function']}", highlight=False)
     print(f"wrote {out / 'decode.json'}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
@@ -54,6 +55,7 @@ class OrtSession:
         cache_budget: bytes that the caches of all slots may take together; `max_len` is lowered to what fits. None for no limit.
         graph: a variant of the package's graph to run instead (its weights still come from the package), whose
             further outputs, `probes`, are kept in `probed` after each step.
+        profile: begin of the name of the file to which `end_profile` writes ONNX Runtime's profile of every operator.
 
     Raises:
         EngineError: ONNX Runtime cannot load the graph, or the budget holds less than one block a slot.
@@ -68,6 +70,7 @@ class OrtSession:
         cache_budget: int | None = None,
         graph: bytes | None = None,
         probes: tuple[str, ...] = (),
+        profile: Path | None = None,
     ) -> None:
         if package.build.backend != "onnxruntime":
             raise EngineError(f"{package.folder}: built for {package.build.gpu}; expected a CPU engine, built with --gpu cpu")
@@ -78,6 +81,8 @@ class OrtSession:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))
         options.log_severity_level = 3
+        if profile is not None:
+            options.enable_profiling, options.profile_file_prefix = True, str(profile)
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(package.folder))
         self._probes = probes
         self.probed: dict[str, NDArray[np.float32]] = {}
@@ -109,6 +114,10 @@ class OrtSession:
                 "raise it or lower the number of slots"
             )
         return found
+
+    def end_profile(self) -> Path:
+        """Write the profile asked for: events in Chrome's trace format, times in microseconds."""
+        return Path(self._session.end_profiling())
 
     def cache_bytes(self) -> int:
         """Bytes that the caches take now."""

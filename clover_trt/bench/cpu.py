@@ -24,10 +24,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from clover_trt.bench.midsize import midsize_state, transformers_model, write_midsize
+from clover_trt.bench.midsize import build_midsize, midsize_state, transformers_model
 from clover_trt.checkpoint.reader import Checkpoint
-from clover_trt.engine.build import build
-from clover_trt.engine.package import EnginePackage, open_package
+from clover_trt.engine.package import EnginePackage
 from clover_trt.model.load import load_model
 from clover_trt.parity.torch_session import TorchSession
 from clover_trt.runtime.ort_session import OrtSession
@@ -219,14 +218,10 @@ def main(
     """Build the mid-size model, time it against transformers and write the report."""
     warnings.simplefilter("ignore", FutureWarning)  # transformers renames an argument
     with tempfile.TemporaryDirectory() as scratch, console.status("making the mid-size model") as status:
-        checkpoint, engine = Path(scratch) / "checkpoint", Path(scratch) / "engine"
-        state = midsize_state()
-        write_midsize(checkpoint, state)
-        build(Checkpoint(checkpoint), engine, progress=status.update)
-        package = open_package(engine)
+        package = build_midsize(Path(scratch), status.update)
         status.update("measuring memory")
-        memory = peak_memory(engine)
-        reference, hf = load_model(Checkpoint(checkpoint)), transformers_model(state)
+        memory = peak_memory(package.folder)
+        reference, hf = load_model(Checkpoint(Path(scratch) / "checkpoint")), transformers_model(midsize_state())
         counts = sorted({1, min(2, len(os.sched_getaffinity(0)))})
         by_threads = {}
         for threads in counts:

@@ -12,7 +12,6 @@ import pstats
 import statistics
 import tempfile
 import time
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,11 +20,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from clover_trt.bench.midsize import midsize_state, write_midsize
-from clover_trt.checkpoint.reader import Checkpoint
+from clover_trt.bench.midsize import SHIPPED, build_midsize
 from clover_trt.config import GenerationConfig
-from clover_trt.engine.build import build
-from clover_trt.engine.package import EnginePackage, open_package
+from clover_trt.engine.package import EnginePackage
 from clover_trt.runtime.ort_session import OrtSession
 from clover_trt.runtime.prefix_cache import PrefixCache
 from clover_trt.runtime.request import Request
@@ -213,12 +210,9 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each job.")] = 3,
 ) -> None:
     """Build the mid-size model, time decoding on it and write the report."""
-    codec = TextCodec(Path(str(files("clover_trt") / "assets" / "clover_tiny")))
+    codec = TextCodec(SHIPPED)
     with tempfile.TemporaryDirectory() as scratch, console.status("making the mid-size model") as status:
-        checkpoint, engine = Path(scratch) / "checkpoint", Path(scratch) / "engine"
-        write_midsize(checkpoint, midsize_state())
-        build(Checkpoint(checkpoint), engine, progress=status.update)
-        package = open_package(engine)
+        package = build_midsize(Path(scratch), status.update)
         status.update("one request and eight in flight")
         cores = len(os.sched_getaffinity(0))
         by_threads = {str(n): in_flight(package, codec, rounds, n) for n in sorted({1, min(2, cores)})}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,14 @@ import torch
 from safetensors.torch import save_file
 
 from clover_trt.checkpoint.names import expected_tensors, is_added
+from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.config import ModelConfig
+from clover_trt.engine.build import build
+from clover_trt.engine.package import EnginePackage, open_package
 
 VOCAB, MASK = 32_000, 31_999
 LAYERS = 8
+SHIPPED = Path(str(files("clover_trt.assets") / "clover_tiny"))
 
 
 def midsize_config() -> ModelConfig:
@@ -53,6 +60,24 @@ def midsize_state(seed: int = 0) -> dict[str, torch.Tensor]:
         if name.endswith("linear_attn.norm.weight"):
             state[name] += 1.0
     return state
+
+
+def build_midsize(
+    folder: Path, progress: Callable[[str], None], *, max_seq_len: int | None = None, with_tokenizer: bool = False
+) -> EnginePackage:
+    """Write the checkpoint into `folder/checkpoint` and build the CPU engine `folder/engine`.
+
+    Args:
+        folder: an empty one.
+        progress: called with a line at the start of each stage.
+        max_seq_len: of the engine.
+        with_tokenizer: whether the engine has clover-tiny's tokenizer, as a server needs; other ids are banned then.
+    """
+    write_midsize(folder / "checkpoint", midsize_state())
+    if with_tokenizer:
+        shutil.copy(SHIPPED / "tokenizer.json", folder / "checkpoint")
+    build(Checkpoint(folder / "checkpoint"), folder / "engine", max_seq_len=max_seq_len, progress=progress)
+    return open_package(folder / "engine")
 
 
 def write_midsize(folder: Path, state: dict[str, torch.Tensor]) -> None:

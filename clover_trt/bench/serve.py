@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from clover_trt.bench.json_lines import read_objects
 from clover_trt.errors import RequestError
 from clover_trt.serving.client import AsyncClient, ServingError
 
@@ -64,19 +65,11 @@ def read_dataset(path: Path | None, seed: int) -> list[Message]:
             f"Switch off the kitchen {word}." for word in ("lamp", "heater", "television")
         ]
         return [[{"role": "user", "content": text}] for text in texts]
-    found: list[Message] = []
-    try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            data = json.loads(line) if line.strip() else None
-            if data is None:
-                continue
-            if not isinstance(data, dict) or not ("messages" in data or isinstance(data.get("prompt"), str)):
-                raise RequestError(f"{path}:{number}: expected an object with 'prompt' or 'messages'")
-            found.append(data.get("messages") or [{"role": "user", "content": data["prompt"]}])
-    except (OSError, ValueError) as error:
-        raise RequestError(f"{path}: not a readable JSON-lines file ({error})") from None
-    if not found:
-        raise RequestError(f"{path}: expected at least one line")
+    expected, found = "an object with 'prompt' or 'messages'", []
+    for where, data in read_objects(path, expected):
+        if not ("messages" in data or isinstance(data.get("prompt"), str)):
+            raise RequestError(f"{where}: expected {expected}")
+        found.append(data.get("messages") or [{"role": "user", "content": data["prompt"]}])
     return found
 
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import socket
 import statistics
 import tempfile
 import threading
 import time
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,9 +19,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from clover_trt.bench.midsize import midsize_state, write_midsize
-from clover_trt.checkpoint.reader import Checkpoint
-from clover_trt.engine.build import build
+from clover_trt.bench.midsize import build_midsize
 from clover_trt.runtime.generate import Generator
 from clover_trt.serving.client import AsyncClient, Client
 from clover_trt.serving.options import ServeOptions
@@ -96,10 +92,7 @@ def main(
 ) -> None:
     """Measure and write the report."""
     with tempfile.TemporaryDirectory() as scratch, console.status("making the mid-size model") as status:
-        checkpoint, engine = Path(scratch) / "checkpoint", Path(scratch) / "engine"
-        write_midsize(checkpoint, midsize_state())
-        shutil.copy(str(files("clover_trt.assets") / "clover_tiny" / "tokenizer.json"), checkpoint)
-        build(Checkpoint(checkpoint), engine, max_seq_len=1024, progress=status.update)
+        engine = build_midsize(Path(scratch), status.update, max_seq_len=1024, with_tokenizer=True).folder
         generator = Generator(str(engine), slots=IN_FLIGHT, threads=threads)
         ports = dict(zip(("http_port", "grpc_port", "metrics_port", "health_port"), free_ports(4), strict=True))
         given = {"engine": engine, "slots": IN_FLIGHT, "threads": threads, "prefix_cache_mb": 0}

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from clover_trt.bench.json_lines import read_objects
 from clover_trt.errors import RequestError
 from clover_trt.runtime.generate import Generator
 from clover_trt.runtime.unmask import find_rule
@@ -43,20 +44,12 @@ def read_prompts(path: Path) -> list[Prompt]:
     Raises:
         RequestError: with the line that is wrong.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path}: cannot be read ({error})") from None
-    prompts = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    expected, prompts = '{"prompt": text, "answer": text}', []
+    for where, data in read_objects(path, expected):
         try:
-            prompts.append(Prompt(**json.loads(line)))
-        except (TypeError, json.JSONDecodeError) as error:
-            raise RequestError(f'{path}, line {number}: expected {{"prompt": text, "answer": text}}; {error}') from None
-    if not prompts:
-        raise RequestError(f"{path}: holds no prompts")
+            prompts.append(Prompt(**data))
+        except TypeError as error:
+            raise RequestError(f"{where}: expected {expected}; {error}") from None
     return prompts
 
 

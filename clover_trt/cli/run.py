@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from clover_trt.cli.shared import EngineOption, JsonOption, TensorMapOption, fail, out, progress_lines
+from clover_trt.cli.shared import EngineOption, JsonOption, TensorMapOption, fail, numbers, out, progress_lines
 from clover_trt.errors import RequestError
 
 if TYPE_CHECKING:
@@ -293,7 +293,9 @@ def sweep(
     from clover_trt.runtime.generate import Generator
 
     asked = read_prompts(prompts)
-    levels, shares = _numbers("--thresholds", thresholds), _numbers("--masses", masses)
+    levels, shares = numbers("--thresholds", thresholds, float), numbers("--masses", masses, float)
+    if not (levels and shares):
+        raise RequestError("--thresholds, --masses: expected at least one number each")
     with progress_lines(json_out) as progress:
         generator = Generator(str(engine), slots=slots)
         points = run(generator, asked, rules.split(","), levels, shares, progress, max_new_tokens=max_new_tokens)
@@ -309,13 +311,6 @@ def sweep(
     for name, area in areas.items():
         out.print(f"AUP of {name}: {area:.2f}", highlight=False)
     out.print(f"wrote {target / 'sweep.json'} and {target / 'sweep.png'}", soft_wrap=True)
-
-
-def _numbers(option: str, text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise RequestError(f"{option}: expected numbers separated by commas, found {text!r}") from None
 
 
 @app.command(epilog="Example: clover-trt doctor")

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from clover_trt.cli.shared import JsonOption, err, out, progress_lines
+from clover_trt.cli.shared import JsonOption, err, numbers, out, progress_lines
 from clover_trt.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from clover_trt.bench.serve import Load
 
 app = typer.Typer()
-Number = TypeVar("Number", int, float)
 
 
 @app.command(epilog="Example: clover-trt serve --engine build/engines/tiny --slots 8")
@@ -153,21 +152,6 @@ def load_table(loads: list[Load]) -> Table:
         shown = [" / ".join(f"{1e3 * value:.0f}" for value in each.values()) or "-" for each in times]
         table.add_row(load.load, str(load.requests), errors, *(f"{rate:.1f}" for rate in rates), f"{load.tpf:.2f}", *shown)
     return table
-
-
-def numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
-    """Positive numbers separated by commas.
-
-    Raises:
-        RequestError: something else.
-    """
-    try:
-        found = [kind(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise RequestError(f"{option}: expected numbers separated by commas, found {text!r}") from None
-    if any(not number > 0 for number in found):
-        raise RequestError(f"{option}: expected numbers above 0, found {text!r}")
-    return found
 
 
 deploy = typer.Typer(help="Write what a cluster needs.", no_args_is_help=True)

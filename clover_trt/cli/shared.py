@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -16,6 +16,7 @@ from clover_trt.errors import RequestError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+Number = TypeVar("Number", int, float)
 out, err = Console(), Console(stderr=True)
 
 EngineOption = Annotated[Path, typer.Option("--engine", help="Engine package folder.")]
@@ -59,3 +60,18 @@ def log_file(path: Path | None) -> Iterator[Callable[[str], None]]:
         raise RequestError(f"{path}: cannot be written ({error.strerror})") from None
     with file:
         yield lambda line: print(line, file=file)
+
+
+def numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
+    """Positive numbers separated by commas.
+
+    Raises:
+        RequestError: something else.
+    """
+    try:
+        found = [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise RequestError(f"{option}: expected numbers separated by commas, found {text!r}") from None
+    if any(not number > 0 for number in found):
+        raise RequestError(f"{option}: expected numbers above 0, found {text!r}")
+    return found

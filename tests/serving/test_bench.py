@@ -110,7 +110,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         (("--concurrency", "a"), "expected numbers separated by commas"),
         (("--concurrency", "0"), "expected numbers above 0"),
         (("--concurrency", ""), "with at least one number"),
-        (("--dataset", str(tmp_path / "none")), "not a readable JSON-lines file"),
+        (("--dataset", str(tmp_path / "none")), "cannot be read"),
         (("--url", "127.0.0.1:9"), "failed to connect"),
     ):
         done = bench(*options)

@@ -2,6 +2,7 @@
 
 python tools/gpu_smoke.py --gpu h200                           # needs TensorRT, cuda-python and the GPU of the profile
 python tools/gpu_smoke.py --gpu h200 --operations functions    # without the plugins
+python tools/gpu_smoke.py --gpu gb300 --precision nvfp4        # or fp8: over clover-tiny with its experts padded with zeros
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from eval_tiny import figures, score
 from rich.console import Console
 from rich.table import Table
 from tiny.tasks import examples
+from tiny.wider import write_wider
 
 from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.engine.build import build
@@ -39,10 +41,12 @@ def main(
     rows = {}
     try:
         with tempfile.TemporaryDirectory() as folder:
+            # The plugins take FP8 widths in multiples of 128, clover-tiny's experts are 24 wide.
+            checkpoint = Checkpoint(write_wider(Path(folder) / "wider", 128))
             for target, form in (("cpu", None), (gpu, operations)):
                 engine = Path(folder) / target
                 finished = build(
-                    Checkpoint("clover-tiny"),
+                    checkpoint,
                     engine,
                     gpu=target,
                     precision=precision if target == gpu else None,

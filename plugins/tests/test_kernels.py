@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tiny.wider import write_wider
 
 from clover_trt.checkpoint import fp8, nvfp4
 from clover_trt.checkpoint.reader import Checkpoint
@@ -165,6 +168,47 @@ def test_clover_tiny_answers_the_same(kernels: Kernels, tiny_engine, library_pat
         answers.append([decode(session, sequence) for sequence in asked])
     assert answers[0] == answers[1]
     assert generator.codec.decode(answers[1][0]).startswith("enots")
+
+
+def engine_banks(checkpoint: Checkpoint, layer: int, precision: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The banks of a layer and their scales, as an engine of this precision binds them."""
+    found = []
+    for part in ("gate_up", "down"):
+        name = f"model.layers.{layer}.mlp.experts.{part}_proj"
+        if precision == "nvfp4":
+            packed, *scales = checkpoint.load_nvfp4(name)
+            found.append((nvfp4.interleave(packed).view(torch.int8), *scales))
+        else:
+            found.append(checkpoint.load_quantized(name))
+    values, *scales = zip(*found, strict=True)
+    return list(values), [scale for pair in scales for scale in pair]
+
+
+@pytest.mark.parametrize("precision", ["fp8", "nvfp4"])
+def test_clover_tiny_answers_right_with_quantized_experts(
+    kernels: Kernels,
+    tmp_path: Path,
+    tiny_engine,  # type: ignore[no-untyped-def]
+    precision: str,
+) -> None:
+    checkpoint = Checkpoint(write_wider(tmp_path / "wider", 128))
+    state = {name: tensor.clone() for name, tensor in load_model(checkpoint, torch.bfloat16).state_dict().items()}
+    of_layer = [engine_banks(checkpoint, layer, precision) for layer in range(checkpoint.config.num_hidden_layers)]
+    by_address = {
+        state[f"model.layers.{layer}.mlp.experts.gate_up_proj"].data_ptr(): banks for layer, banks in enumerate(of_layer)
+    }
+
+    def moe(x: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor, _: torch.Tensor, *rest: Any) -> Any:
+        values, scales = by_address[gate_up.data_ptr()]
+        return kernels.expert_subset_moe(x.contiguous(), router, *values, *rest, tuple(scales))
+
+    ops = dataclasses.replace(kernel_ops(kernels), expert_subset_moe=moe)
+    model = CloverModel(checkpoint.config, checkpoint.valid_tokens, ops).requires_grad_(False)
+    model.load_state_dict(state, assign=True)
+    generator = Generator(tiny_engine)
+    asked = generator.chat([{"role": "user", "content": 'Reverse "stone".'}], max_new_tokens=32)
+    answer = generator.codec.decode(decode(TorchSession(model, max_len=256), asked))
+    assert answer.startswith("enots")
 
 
 def test_sizes_that_the_kernels_are_not_written_for_are_refused(library_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from torch.nn import functional as F
+from tiny.wider import write_wider
 
 from clover_trt.checkpoint import fp8, nvfp4
 from clover_trt.checkpoint.reader import Checkpoint
@@ -23,7 +23,7 @@ from clover_trt.model.load import load_model
 from clover_trt.parity.record import BOUNDS, ParityGate, compare_with_record, write_record
 from clover_trt.parity.torch_session import TorchSession
 from clover_trt.runtime.session import Snapshot
-from tests.small import SMALL, AbsentTensorRT, write_checkpoint
+from tests.small import SMALL, AbsentTensorRT
 
 
 @pytest.fixture(scope="module")
@@ -105,23 +105,10 @@ class Bfloat16Caches(TorchSession):
         return Snapshot(begin, end, rows, {name: raw(cache[slot]) for name, cache in caches.items() if "state" in name})
 
 
-def with_wider_experts(folder: Path) -> Checkpoint:
-    """clover-tiny with zeros for experts' inner channels 24 to 31, which changes nothing but makes widths divide by 16."""
-    source = Checkpoint("clover-tiny")
-    config = source.config.model_copy(update={"moe_intermediate_size": 32})
-    state = dict(source.tensors())
-    for name, tensor in state.items():
-        if name.endswith("experts.gate_up_proj"):
-            state[name] = torch.cat([F.pad(half, (0, 0, 0, 8)) for half in tensor.chunk(2, dim=1)], dim=1)
-        elif name.endswith("experts.down_proj"):
-            state[name] = F.pad(tensor, (0, 8))
-    return Checkpoint(write_checkpoint(folder, state, config))
-
-
 @pytest.mark.parametrize("precision", ["bfloat16", "fp8", "nvfp4"])
 def test_lower_precision_is_within_its_limits_and_a_wrong_layer_is_not(precision: Precision, tmp_path: Path) -> None:
     """clover-tiny in bfloat16, with weights as the engine has them; then with one layer's experts turned round."""
-    checkpoint = with_wider_experts(tmp_path / "wider") if precision == "nvfp4" else Checkpoint("clover-tiny")
+    checkpoint = Checkpoint(write_wider(tmp_path / "wider", 16) if precision == "nvfp4" else "clover-tiny")
     settings = build_settings(read_profile("gb300"), checkpoint.config, precision, 256)
     write_record(checkpoint, settings, tmp_path)
     package = EnginePackage(tmp_path, checkpoint.config, settings, GenerationConfig(), checkpoint.valid_tokens, {})

@@ -24,7 +24,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from clover_trt.bench.midsize import build_midsize, midsize_state, transformers_model
+from clover_trt.bench.midsize import build_midsize, transformers_model
 from clover_trt.checkpoint.reader import Checkpoint
 from clover_trt.engine.package import EnginePackage
 from clover_trt.model.load import load_model
@@ -221,7 +221,8 @@ def main(
         package = build_midsize(Path(scratch), status.update)
         status.update("measuring memory")
         memory = peak_memory(package.folder)
-        reference, hf = load_model(Checkpoint(Path(scratch) / "checkpoint")), transformers_model(midsize_state())
+        checkpoint = Checkpoint(Path(scratch) / "checkpoint")
+        reference, hf = load_model(checkpoint), transformers_model(dict(checkpoint.tensors()))
         counts = sorted({1, min(2, len(os.sched_getaffinity(0)))})
         by_threads = {}
         for threads in counts:

@@ -20,7 +20,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from clover_trt.bench.midsize import SHIPPED, build_midsize
+from clover_trt.bench.midsize import build_midsize
+from clover_trt.checkpoint.reader import checkpoint_folder
 from clover_trt.config import GenerationConfig
 from clover_trt.engine.package import EnginePackage
 from clover_trt.runtime.ort_session import OrtSession
@@ -210,7 +211,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each job.")] = 3,
 ) -> None:
     """Build the mid-size model, time decoding on it and write the report."""
-    codec = TextCodec(SHIPPED)
+    codec = TextCodec(checkpoint_folder("clover-tiny"))
     with tempfile.TemporaryDirectory() as scratch, console.status("making the mid-size model") as status:
         package = build_midsize(Path(scratch), status.update)
         status.update("one request and eight in flight")

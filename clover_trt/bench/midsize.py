@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from clover_trt.checkpoint.names import expected_tensors, is_added
-from clover_trt.checkpoint.reader import Checkpoint
+from clover_trt.checkpoint.reader import Checkpoint, checkpoint_folder
 from clover_trt.config import ModelConfig
 from clover_trt.engine.build import build
 from clover_trt.engine.package import EnginePackage, open_package
 
 VOCAB, MASK = 32_000, 31_999
 LAYERS = 8
-SHIPPED = Path(str(files("clover_trt.assets") / "clover_tiny"))
 
 
 def midsize_config() -> ModelConfig:
@@ -75,7 +73,7 @@ def build_midsize(
     """
     write_midsize(folder / "checkpoint", midsize_state())
     if with_tokenizer:
-        shutil.copy(SHIPPED / "tokenizer.json", folder / "checkpoint")
+        shutil.copy(checkpoint_folder("clover-tiny") / "tokenizer.json", folder / "checkpoint")
     build(Checkpoint(folder / "checkpoint"), folder / "engine", max_seq_len=max_seq_len, progress=progress)
     return open_package(folder / "engine")
 

@@ -61,13 +61,13 @@ def _pack(codes: Tensor) -> Tensor:
 
 
 def interleave(packed: Tensor) -> Tensor:
-    """Packed values in the order that kernels widen fastest: the eight of each four bytes as 0 2 4 6 1 3 5 7; columns a multiple
-    of 8. Shape and dtype stay.
+    """Packed values as the kernels take them: the eight of each four bytes in the order 0 2 4 6 1 3 5 7, which they widen
+    fastest; columns a multiple of 8. The shape stays; int8, since TensorRT hands plugins no uint8.
     """
     pairs = packed.unflatten(-1, (-1, 2, 2))
     first, second = pairs.unbind(-1)
     even, odd = first & 15 | second << 4, first >> 4 | second & 0xF0
-    return torch.cat((even, odd), dim=-1).flatten(-2)
+    return torch.cat((even, odd), dim=-1).flatten(-2).view(torch.int8)
 
 
 def dequantize_bank(packed: Tensor, scale: Tensor, whole: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:

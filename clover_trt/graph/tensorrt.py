@@ -223,7 +223,7 @@ def _expert_weight(value: ir.Value, checkpoint: Checkpoint, quantized: dict[str,
 
 def _interleaved(checkpoint: Checkpoint, source: str) -> tuple[Tensor, ...]:
     packed, *scales = checkpoint.load_nvfp4(source)
-    return nvfp4.interleave(packed).view(torch.int8), *scales
+    return nvfp4.interleave(packed), *scales
 
 
 def check_operators(model: onnx.ModelProto, plugins: bool) -> None:

@@ -145,7 +145,8 @@ struct JoinShared {
   float sum[kJoinThreads / 32];
 };
 
-// A block for each position. `taken` counts how many candidates of each part are used up.
+// A block for each position. `taken` counts how many candidates of each part are used up. Four blocks a multiprocessor: aiming at
+// eight, nvcc 13.5 spills.
 __global__ void __launch_bounds__(kJoinThreads, 4) head_join(HeadShape s, HeadArguments x, Parts p) {
   CLOVER_SHARED(memory);
   JoinShared& m = *reinterpret_cast<JoinShared*>(memory);

@@ -323,7 +323,9 @@ struct Matrices {
   size_t stride, scale_stride, whole_stride;  // from one expert to the next
   int columns;
 
-  __device__ __forceinline__ const W* row(int expert, int r) const { return values + expert * stride + static_cast<size_t>(r) * columns / F::kNumbers; }
+  __device__ __forceinline__ const W* row(int expert, int r) const {
+    return values + expert * stride + static_cast<size_t>(r) * columns / F::kNumbers;
+  }
   __device__ __forceinline__ const typename F::Scale* row_scale(int expert, int r) const {
     return scales + expert * scale_stride + static_cast<size_t>(r / F::kScaleRows) * (columns / F::kScaleColumns);
   }
@@ -340,7 +342,9 @@ Matrices<W> matrices(const W* values, const typename Format<W>::Scale* scales, c
                      size_t part) {
   using F = Format<W>;
   const size_t each = rows * columns / F::kNumbers, scales_each = rows / F::kScaleRows * (columns / F::kScaleColumns);
-  return {values + part * each, scales + part * scales_each, kIsFp4<W> ? whole + part : nullptr, parts * each, parts * scales_each, parts, static_cast<int>(columns)};
+  return {values + part * each, scales + part * scales_each, kIsFp4<W> ? whole + part : nullptr,
+          parts * each,         parts * scales_each,         parts,
+          static_cast<int>(columns)};
 }
 
 // The weights of one layer's experts (or of the shared one), and the tokens that use each.

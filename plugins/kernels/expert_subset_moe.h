@@ -27,13 +27,13 @@ template <>
 struct Format<e4m3> {  // FP8; activations are rounded too
   using Activation = e4m3;
   using Scale = bf16;
-  static constexpr int kNumbers = 1, kScaleRows = 128, kScaleColumns = 128;
+  static constexpr int kNumbers = 1, kScaleRows = kQuantBlock, kScaleColumns = kQuantBlock;
 };
 template <>
 struct Format<e2m1x2> {  // NVFP4 weights alone; each four bytes hold eight numbers in the order 0 2 4 6 1 3 5 7
   using Activation = bf16;
   using Scale = e4m3;
-  static constexpr int kNumbers = 2, kScaleRows = 1, kScaleColumns = 16;
+  static constexpr int kNumbers = 2, kScaleRows = 1, kScaleColumns = kQuantGroup;
 };
 
 // W is the type of the routed experts' banks; the router and the shared expert are always bf16. R and C are the rows and

@@ -65,6 +65,9 @@ __host__ __device__ __forceinline__ e4m3 from_float<e4m3>(float value) {  // to 
   return e4m3{static_cast<uint8_t>(sign | ((bits >> 20) - (120u << 3)))};
 }
 
+constexpr int kQuantBlock = 128;  // a side of the blocks that share a scale in an FP8 matrix, and a token's group
+constexpr int kQuantGroup = 16;   // numbers of a row that share a scale in an NVFP4 matrix
+
 // Lengths of the rows of a block step, `[B]` each; see docs/block-step.md.
 struct Lengths {
   const int32_t* prefix;

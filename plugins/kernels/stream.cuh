@@ -13,8 +13,6 @@ namespace clover {
 constexpr int kStreamWarps = 8;
 constexpr int kStreamThreads = 32 * kStreamWarps;
 constexpr int kStreamRows = 32;   // weight rows of a block
-constexpr int kQuantBlock = 128;  // a side of the blocks that share a scale in an FP8 matrix, and a token's group
-constexpr int kQuantGroup = 16;   // numbers of a row that share a scale in an NVFP4 matrix
 
 template <int TokenTiles>
 struct StreamSums {

@@ -24,10 +24,11 @@ struct Traits {
     static const std::vector<Attribute<Attributes>> all = {{"num_experts", &Attributes::num_experts}, {"top_k", &Attributes::top_k}};
     return all;
   }
+  // Numbers in a row of a bank; NVFP4 has two a byte.
+  static int columns(const PluginTensorDesc& bank) { return size(bank, 2) * (bank.type == DataType::kINT8 ? 2 : 1); }
   static MoeShape shape(const Attributes& a, const PluginTensorDesc* in) {
     const int tokens = size(in[kX], 1);
-    const int width = size(in[kDown], 2) * (in[kDown].type == DataType::kINT8 ? 2 : 1);
-    return {size(in[kX], 0), tokens, size(in[kX], 2), a.num_experts, a.top_k, width, size(in[kSharedGate], 0), tokens < 64 ? tokens : 64};
+    return {size(in[kX], 0), tokens, size(in[kX], 2), a.num_experts, a.top_k, columns(in[kDown]), size(in[kSharedGate], 0), tokens < 64 ? tokens : 64};
   }
   static std::string check(const Attributes& a) {
     return expected(moe_unsupported<bf16>({1, 32, 128, a.num_experts, a.top_k, 128, 128, 32}));
@@ -62,8 +63,7 @@ struct Traits {
   static std::string check_shape(const Attributes& a, const PluginTensorDesc* in) {
     if (in[kX].dims.nbDims != 3 || in[kGateUp].dims.nbDims != 3 || in[kDown].dims.nbDims != 3) return "x and the banks: expected three axes";
     const MoeShape s = shape(a, in);
-    const int columns = size(in[kGateUp], 2) * (in[kGateUp].type == DataType::kINT8 ? 2 : 1);
-    if (size(in[kGateUp], 0) != s.experts || size(in[kGateUp], 1) != 2 * s.width || columns != s.hidden ||
+    if (size(in[kGateUp], 0) != s.experts || size(in[kGateUp], 1) != 2 * s.width || columns(in[kGateUp]) != s.hidden ||
         size(in[kDown], 0) != s.experts || size(in[kDown], 1) != s.hidden)
       return "the banks: expected [" + std::to_string(s.experts) + ", 2 * width, " + std::to_string(s.hidden) + "] and [experts, hidden, width]";
     return expected(with_weights(in, [&](auto w) { return moe_unsupported<decltype(w)>(s); }));

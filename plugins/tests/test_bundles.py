@@ -75,6 +75,10 @@ def test_the_library_of_the_target_is_in_the_bundle_and_the_finished_package(
 def test_bound_experts_mean_to_kernels_what_the_checkpoint_says(checkpoint: Checkpoint, precision: str, tmp_path: Path) -> None:
     """A bundle's banks and scales, as its graph hands them to the plugin, through the kernels on the host."""
     build(checkpoint, tmp_path / "bundle", gpu="gb300", precision=precision)
+    meant = checkpoint
+    if precision != "bfloat16":
+        quantize_checkpoint(checkpoint, tmp_path / "copy", experts=precision)  # type: ignore[arg-type]
+        meant = Checkpoint(tmp_path / "copy")
     graph = onnx.load(str(tmp_path / "bundle" / "step.onnx")).graph
     nodes = [node for node in graph.node if node.op_type == "ExpertSubsetMoe"]
     bound = {name: tensor.clone() for name, tensor in load_file(tmp_path / "bundle" / BOUND).items()}
@@ -91,21 +95,11 @@ def test_bound_experts_mean_to_kernels_what_the_checkpoint_says(checkpoint: Chec
         gate_up, down, *scales = (bound[name] for name in (*node.input[2:4], *node.input[len(OPS["ExpertSubsetMoe"].inputs) :]))
         mass = torch.ones(2)
         found, _ = kernels.expert_subset_moe(x, router, gate_up, down, tuple(others), lengths, mass, 4, tuple(scales))
-        banks = (checkpoint.load(f"{at}experts.{part}_proj") for part in ("gate_up", "down"))
-        if precision != "bfloat16":
-            copy = quantized_copy(checkpoint, precision, tmp_path)
-            banks = (copy.load(f"{at}experts.{part}_proj") for part in ("gate_up", "down"))
+        banks = (meant.load(f"{at}experts.{part}_proj") for part in ("gate_up", "down"))
         plain = [each.float() for each in (x, router, *banks)]
         expected, _ = expert_subset_moe(*plain, tuple(each.float() for each in others), lengths, mass, 4)
         valid = (lengths.masks(24)[0] | lengths.masks(24)[1])[..., None]
         assert (found - expected * valid).norm() < (6e-2 if precision == "fp8" else 1e-2) * (expected * valid).norm()
-
-
-def quantized_copy(checkpoint: Checkpoint, experts: str, folder: Path) -> Checkpoint:
-    """The checkpoint as `clover-trt quantize` writes it."""
-    if not (folder / "copy").exists():
-        quantize_checkpoint(checkpoint, folder / "copy", experts=experts)  # type: ignore[arg-type]
-    return Checkpoint(folder / "copy")
 
 
 def test_a_library_for_another_processor_is_compiled_again_where_the_bundle_is_finished(

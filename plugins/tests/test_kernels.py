@@ -57,7 +57,7 @@ def nvfp4_bank(bank: torch.Tensor, halves: int) -> tuple[torch.Tensor, ...]:
     exact = torch.cat([nvfp4.dequantize(*each, torch.float32) for each in matrices]).view(bank.shape)
     packed, scale, whole = (torch.stack([each[i] for each in matrices]) for i in range(3))
     shape = bank.shape[:2]
-    return nvfp4.interleave(packed).view(torch.int8).view(*shape, -1), scale.view(*shape, -1), whole.view(-1, halves), exact
+    return nvfp4.interleave(packed).view(*shape, -1), scale.view(*shape, -1), whole.view(-1, halves), exact
 
 
 @pytest.mark.parametrize("case", read_cases("gdn"), ids=str)
@@ -177,7 +177,7 @@ def engine_banks(checkpoint: Checkpoint, layer: int, precision: str) -> tuple[li
         name = f"model.layers.{layer}.mlp.experts.{part}_proj"
         if precision == "nvfp4":
             packed, *scales = checkpoint.load_nvfp4(name)
-            found.append((nvfp4.interleave(packed).view(torch.int8), *scales))
+            found.append((nvfp4.interleave(packed), *scales))
         else:
             found.append(checkpoint.load_quantized(name))
     values, *scales = zip(*found, strict=True)

@@ -219,11 +219,8 @@ void run(const Case& c) {
 int main(int count, char** arguments) {
   if (count != 2) fail("expected the path of cases.txt");
   for (const Case& each : read_cases(arguments[1], "moe")) {
-    if (each.text("type") == "e2m1") {
-      run<e2m1x2>(each);
-    } else {
-      each.is_bf16() ? run<bf16>(each) : run<e4m3>(each);
-    }
+    const std::string& type = each.text("type");
+    type == "e2m1" ? run<e2m1x2>(each) : type == "e4m3" ? run<e4m3>(each) : run<bf16>(each);
   }
   return Report::failures() > 0;
 }
